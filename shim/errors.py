@@ -1,0 +1,36 @@
+"""Every error that opshim raises on purpose. Each message is one sentence that names what was wrong."""
+
+
+class OpshimError(Exception):
+    """Base of all errors raised by opshim."""
+
+
+class OpArgumentError(OpshimError, ValueError):
+    """A call's argument breaks the op's contract; raised before any provider runs."""
+
+    def __init__(self, op: str, argument: str, expected: str, got: str):
+        super().__init__(f"{op}: argument '{argument}': expected {expected}, got {got}")
+        self.op, self.argument, self.expected, self.got = op, argument, expected, got
+
+
+class RegistrationError(OpshimError):
+    """An op or an implementation was declared wrongly; the message ends with file and line."""
+
+
+class UnknownNameError(OpshimError, KeyError):
+    """An op, provider, policy or level that does not exist; the message lists those that do."""
+
+    def __init__(self, what: str, name: str, known):
+        self.what, self.name, self.known = what, name, sorted(known)
+        super().__init__(f"unknown {what} '{name}'; known: {', '.join(self.known) or 'none'}")
+
+    def __str__(self) -> str:  # KeyError would quote the message
+        return self.args[0]
+
+
+class OpUnavailableError(OpshimError, RuntimeError):
+    """No candidate of the chain may serve the op under the policy; the message holds the chain table."""
+
+
+class OpExecutionError(OpshimError, RuntimeError):
+    """A provider raised under the strict policy; the message describes every argument of the call."""
