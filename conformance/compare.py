@@ -1,0 +1,250 @@
+"""Is a result right? Judged against float64, with a budget that the plain PyTorch reference sets (design.md).
+
+    exact    the reference on the arguments raised to float64: the right answer
+    plain    the reference on the arguments as they are: what careful PyTorch reaches
+    actual   what the provider returned
+
+An error has two parts, and so has its budget. *Rounding*: storing a right answer in the output's dtype costs up to half
+an ulp per element, U = rms(ulp) / sqrt(12) over a row (the last dimension); this is known without measuring. *Noise*:
+what float32 arithmetic adds, which depends on the inputs (cancellation, long sums); plain shows how much, as its error
+beyond half an ulp. Per row of n elements, with noise as seen in plain:
+
+    worst element   |error_i|  <=  3 ulp_i + 8 U + 4 max(noise)
+    whole row       rms(error) <=  3 (1 + 1/sqrt(n)) U + 4 rms(noise)
+    missing         0 stands only for what is below 4 max(noise) + 4 float32 eps of the row's largest
+
+Why these constants. Kernels may round an intermediate to the activation dtype (the MoE product, attention weights):
+each such rounding adds about U of error to the row, independent of its own, so 3 U in rms is room for eight of them,
+and 8 U + 3 ulp is over five sigma of their sum in one element; (1 + 1/sqrt(n)) is how far the rms of a few elements
+strays. A row that is 1% wrong has rms error 6 U in bfloat16 (48 U in float16): outside, for any row of 8 elements. A
+lost element differs by 100% of itself, yet may be small: hence the third line. Where the exact row is representable
+(a copy, a cleared row), U is 0 in the first line. The factor 4 on noise is for another order of summation.
+
+A short row may show no noise by luck. Before it convicts, the judge hears a second witness: the float64 reference with
+every input moved by one float32 eps at random. What that moves the answer by, float32 arithmetic cannot be blamed for.
+
+NaN and infinities match in place and kind (where plain overflows, either answer counts). Other dtypes are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ELEMENT_ULPS = 3.0
+ELEMENT_ROUNDINGS = 8.0
+ROW_ROUNDINGS = 3.0
+NOISE_FACTOR = 4.0
+EPS32 = torch.finfo(torch.float32).eps
+
+
+@dataclass
+class Evaluation:
+    """One call of one op, evaluated three ways; results by name: "output" ("output[0]", ...) and in-place arguments."""
+
+    op: str
+    arguments: dict[str, Any]
+    actual: dict[str, Tensor]
+    exact: dict[str, Tensor]
+    plain: dict[str, Tensor]
+    move: Callable[[], dict[str, Tensor]] | None = None  # exact, of inputs moved by one float32 eps
+
+    @cached_property
+    def moved_answer(self) -> dict[str, Tensor]:
+        return self.move() if self.move else self.exact
+
+
+@dataclass
+class Finding:
+    """The verdict on one output. `kind` is empty when it is right; `ratio` is error over budget, at the worst place."""
+
+    output: str
+    kind: str = ""
+    ratio: float = 0.0
+    error: float = 0.0
+    budget: float = 0.0
+    ulp: float = 0.0
+    at: tuple[int, ...] = field(default_factory=tuple)
+    actual: float | None = None
+    exact: float | None = None
+    text: str = ""
+
+
+def by_budget(evaluation: Evaluation) -> list[Finding]:
+    """The default comparison: one finding per output and per in-place argument."""
+    return [judge(evaluation, name) for name in evaluation.exact]
+
+
+def judge(evaluation: Evaluation, name: str) -> Finding:
+    """The verdict on one output; the second witness is only heard when the first would convict."""
+    actual, exact, plain = (results[name] for results in (evaluation.actual, evaluation.exact, evaluation.plain))
+    if not plain.dtype.is_floating_point:
+        return equal(name, actual, exact)
+    finding = within_budget(name, actual, exact, plain)
+    if finding.kind in ("", "non_finite") or evaluation.move is None:
+        return finding
+    return within_budget(name, actual, exact, plain, evaluation.moved_answer[name])
+
+
+def equal(name: str, actual: Tensor, expected: Tensor) -> Finding:
+    """Integers and booleans: every element equal."""
+    wrong = (actual != expected).nonzero()
+    if not len(wrong):
+        return Finding(name)
+    at = tuple(wrong[0].tolist())
+    return Finding(
+        name, "unequal", float("inf"), at=at, actual=float(actual[at]), exact=float(expected[at]),
+        text=f"{len(wrong)} of {actual.numel()} elements differ",
+    )  # fmt: skip
+
+
+def within_budget(name: str, actual: Tensor, exact: Tensor, plain: Tensor, moved: Tensor | None = None) -> Finding:
+    """The three criteria of this module's docstring, on one floating-point output."""
+    if not exact.numel():
+        return Finding(name)
+    shape, dtype = exact.shape, actual.dtype
+    a, p, e = (_rows(t) for t in (actual, plain, exact))
+    bad = _wrong_kind(a, p, e.to(dtype).double())
+    if bad is not None:
+        return _at(name, "non_finite", bad, shape, a, e, float("inf"), text="NaN or infinity in the wrong place")
+
+    finite = a.isfinite() & p.isfinite() & e.isfinite()
+    a, p, e = (torch.where(finite, t, 0.0) for t in (a, p, e))
+    ulp = torch.where(finite, ulp_of(e, dtype), 0.0)
+    error = (a - e).abs()
+    noise = ((p - e).abs() - ulp / 2).clamp(min=0)
+    if moved is not None:
+        noise = noise.maximum(torch.where(finite, (_rows(moved) - e).abs(), 0.0))
+    n = finite.sum(-1, keepdim=True).clamp(min=1)
+    rounding = _rms(ulp, n) / 12**0.5
+    representable = (e.to(dtype).double() == e).all(-1, keepdim=True)
+    most_noise = noise.amax(-1, keepdim=True)
+
+    element = ELEMENT_ULPS * ulp + ELEMENT_ROUNDINGS * rounding * ~representable + NOISE_FACTOR * most_noise
+    row = ROW_ROUNDINGS * (1 + n.rsqrt()) * rounding + NOISE_FACTOR * _rms(noise, n)
+    nothing = NOISE_FACTOR * (most_noise + EPS32 * e.abs().amax(-1, keepdim=True)) + torch.finfo(dtype).tiny
+    criteria = {
+        "error_budget": (error, element),
+        "row_error_budget": (_rms(error, n).expand_as(e), row.expand_as(e)),
+        "missing": (e.abs() * (a == 0), nothing.expand_as(e)),
+    }
+    ratios = {kind: torch.where(finite, value / limit, 0.0) for kind, (value, limit) in criteria.items()}
+    worst = max(ratios, key=lambda kind: float(ratios[kind].max()))
+    if worst == "missing" and ratios[worst].max() <= 1:
+        worst = max(("error_budget", "row_error_budget"), key=lambda kind: float(ratios[kind].max()))
+    ratio = ratios[worst]
+    place = torch.where(ratio == ratio.max(), error, -1.0).argmax()  # of a row, its worst element
+    value, limit = (t.flatten()[place].item() for t in criteria[worst])
+    share = ratio.flatten()[place].item()
+    finding = _at(name, worst if share > 1 else "", place, shape, a, e, share)
+    finding.error, finding.budget = value, limit
+    finding.ulp = (error / ulp_of(e, dtype)).flatten()[place].item()
+    finding.text = {"error_budget": "element", "row_error_budget": "row rms", "missing": "0 instead of a value"}[worst]
+    return finding
+
+
+def ulp_of(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """The spacing of `dtype` at each value, subnormals included."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(value.abs().clamp(info.tiny, info.max)).exponent - 1
+    return torch.ldexp(torch.full_like(value, info.eps), exponent)
+
+
+def moved(value: Any, seed: int = 0) -> Any:
+    """A floating-point argument in float64, each element moved by one float32 eps up or down; anything else as it is."""
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        return value
+    generator = torch.Generator().manual_seed(seed)
+    sign = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
+    return value.double() * (1 + EPS32 * sign)
+
+
+def _rows(t: Tensor) -> Tensor:
+    """As float64 rows of the last dimension; a scalar is a row of one."""
+    return t.double().reshape(-1, t.shape[-1] if t.dim() else 1)
+
+
+def _rms(t: Tensor, n: Tensor) -> Tensor:
+    """Root mean square of each row's n elements that count; scaled, so that it does not overflow."""
+    top = t.amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return top * ((t / top).square().sum(-1, keepdim=True) / n).sqrt()
+
+
+def _wrong_kind(actual: Tensor, plain: Tensor, exact: Tensor) -> int | None:
+    """Flat index of the first element whose kind (finite, NaN, +inf, -inf) neither exact nor plain has."""
+    kinds = [torch.nan_to_num(torch.where(t.isfinite(), 0.0, t), nan=2.0, posinf=1.0, neginf=-1.0) for t in (actual, exact, plain)]
+    overflown = exact.isfinite() & ~plain.isnan()
+    wrong = (kinds[0] != kinds[1]) & ~(overflown & (kinds[0] == kinds[2]))
+    return int(wrong.flatten().to(torch.uint8).argmax()) if wrong.any() else None
+
+
+def _at(name, kind, place, shape, actual, exact, ratio, text="") -> Finding:
+    at = tuple(int(i) for i in torch.unravel_index(torch.as_tensor(int(place)), shape)) if shape else ()
+    return Finding(
+        name, kind, ratio, at=at, actual=actual.flatten()[place].item(), exact=exact.flatten()[place].item(), text=text
+    )
+
+
+def compare_topk(evaluation: Evaluation) -> list[Finding]:
+    """topk_softmax: weights are judged at the provider's own ids; ids may differ from the reference's only where the
+    float64 keys (probability + bias) are within float32 rounding of each other. Exactly equal logits and biases are a
+    tie, which goes to the lower index. A row with NaN weights may hold any ids that are distinct and in range.
+    """
+    logits, topk, renormalize, bias = (
+        evaluation.arguments.get(name, default)
+        for name, default in (("gating_output", None), ("topk", None), ("renormalize", True), ("correction_bias", None))
+    )
+    weights, ids = evaluation.actual["output[0]"], evaluation.actual["output[1]"].long()
+    experts = logits.shape[-1]
+    outside = (ids < 0) | (ids >= experts)
+    if outside.any():
+        return [_ids("id_out_of_range", outside, ids, f"not in [0, {experts})")]
+    again = (ids[:, :, None] == ids[:, None, :]).tril(-1).any(-1)
+    if again.any():
+        return [_ids("id_repeated", again, ids, "an expert twice in a row")]
+
+    def chosen_weights(scores: Tensor) -> Tensor:
+        chosen = scores.softmax(-1).gather(-1, ids)
+        return chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+
+    own = [chosen_weights(scores) for scores in (logits.double(), logits.float(), moved(logits))]
+    findings = [within_budget("output[0]", weights, *own)]
+    probability = logits.double().softmax(-1)
+    shift = torch.zeros_like(probability[:1]) if bias is None else bias.double()
+    key = probability + shift
+    key = torch.where(key.isnan(), -torch.inf, key)
+    settled = ~probability.isnan().any(-1, keepdim=True)
+    best = key.argsort(dim=-1, descending=True, stable=True)[:, :topk]
+    short = key.gather(-1, best) - key.gather(-1, ids)
+    size = (probability + shift.abs()).gather(-1, best)
+    wrong = settled & (short.abs() > 8 * EPS32 * size + torch.finfo(torch.float32).tiny)
+    if wrong.any():
+        return [*findings, _ids("wrong_id", wrong, ids, "not the expert of that rank", best)]
+    wrong = settled & _loses_tie(logits, bias, ids)
+    if wrong.any():
+        return [*findings, _ids("tie", wrong, ids, "of equal experts the lower index comes first", best)]
+    return [*findings, Finding("output[1]")]
+
+
+def _loses_tie(logits: Tensor, bias: Tensor | None, ids: Tensor) -> Tensor:
+    """[T,k]: slots before which, or instead of which, an exactly equal expert of lower index should stand."""
+    experts = torch.arange(logits.shape[-1], device=ids.device)
+    rank = torch.full(logits.shape, ids.shape[-1], device=ids.device)
+    rank.scatter_(-1, ids, torch.arange(ids.shape[-1], device=ids.device).expand_as(ids).contiguous())
+    same = logits[:, None, :] == logits.gather(-1, ids)[:, :, None]  # [T,k,E]
+    if bias is not None:
+        same &= bias == bias[ids][:, :, None]
+    lower = experts < ids[:, :, None]
+    later = rank[:, None, :] > torch.arange(ids.shape[-1], device=ids.device)[:, None]
+    return (same & lower & later).any(-1)
+
+
+def _ids(kind: str, wrong: Tensor, ids: Tensor, text: str, expected: Tensor | None = None) -> Finding:
+    row, slot = wrong.nonzero()[0].tolist()
+    exact = None if expected is None else float(expected[row, slot])
+    return Finding("output[1]", kind, float("inf"), at=(row, slot), actual=float(ids[row, slot]), exact=exact, text=text)
