@@ -105,13 +105,17 @@ def equal(name: str, actual: Tensor, expected: Tensor) -> Finding:
 
 def within_budget(name: str, actual: Tensor, exact: Tensor, plain: Tensor, moved: Tensor | None = None) -> Finding:
     """The three criteria of this module's docstring, on one floating-point output."""
-    if not exact.numel():
-        return Finding(name)
     shape, dtype = exact.shape, actual.dtype
     a, p, e = (_rows(t) for t in (actual, plain, exact))
+    rows = (a != e).any(-1).nonzero()[:, 0]  # all others are exactly right
+    if not len(rows):
+        return Finding(name)
+    a, p, e = a[rows], p[rows], e[rows]
     bad = _wrong_kind(a, p, e.to(dtype).double())
     if bad is not None:
-        return _at(name, "non_finite", bad, shape, a, e, float("inf"), text="NaN or infinity in the wrong place")
+        finding = _at(name, "non_finite", bad, rows, shape, a, e, float("inf"))
+        finding.text = "NaN or infinity in the wrong place"
+        return finding
 
     finite = a.isfinite() & p.isfinite() & e.isfinite()
     a, p, e = (torch.where(finite, t, 0.0) for t in (a, p, e))
@@ -119,7 +123,7 @@ def within_budget(name: str, actual: Tensor, exact: Tensor, plain: Tensor, moved
     error = (a - e).abs()
     noise = ((p - e).abs() - ulp / 2).clamp(min=0)
     if moved is not None:
-        noise = noise.maximum(torch.where(finite, (_rows(moved) - e).abs(), 0.0))
+        noise = noise.maximum(torch.where(finite, (_rows(moved)[rows] - e).abs(), 0.0))
     n = finite.sum(-1, keepdim=True).clamp(min=1)
     rounding = _rms(ulp, n) / 12**0.5
     representable = (e.to(dtype).double() == e).all(-1, keepdim=True)
@@ -141,7 +145,7 @@ def within_budget(name: str, actual: Tensor, exact: Tensor, plain: Tensor, moved
     place = torch.where(ratio == ratio.max(), error, -1.0).argmax()  # of a row, its worst element
     value, limit = (t.flatten()[place].item() for t in criteria[worst])
     share = ratio.flatten()[place].item()
-    finding = _at(name, worst if share > 1 else "", place, shape, a, e, share)
+    finding = _at(name, worst if share > 1 else "", place, rows, shape, a, e, share)
     finding.error, finding.budget = value, limit
     finding.ulp = (error / ulp_of(e, dtype)).flatten()[place].item()
     finding.text = {"error_budget": "element", "row_error_budget": "row rms", "missing": "0 instead of a value"}[worst]
@@ -177,17 +181,21 @@ def _rms(t: Tensor, n: Tensor) -> Tensor:
 
 def _wrong_kind(actual: Tensor, plain: Tensor, exact: Tensor) -> int | None:
     """Flat index of the first element whose kind (finite, NaN, +inf, -inf) neither exact nor plain has."""
-    kinds = [torch.nan_to_num(torch.where(t.isfinite(), 0.0, t), nan=2.0, posinf=1.0, neginf=-1.0) for t in (actual, exact, plain)]
+    def kind(t: Tensor) -> Tensor:
+        return torch.where(t.isfinite(), 0.0, t).nan_to_num(nan=2.0, posinf=1.0, neginf=-1.0)
+
     overflown = exact.isfinite() & ~plain.isnan()
-    wrong = (kinds[0] != kinds[1]) & ~(overflown & (kinds[0] == kinds[2]))
+    wrong = (kind(actual) != kind(exact)) & ~(overflown & (kind(actual) == kind(plain)))
     return int(wrong.flatten().to(torch.uint8).argmax()) if wrong.any() else None
 
 
-def _at(name, kind, place, shape, actual, exact, ratio, text="") -> Finding:
-    at = tuple(int(i) for i in torch.unravel_index(torch.as_tensor(int(place)), shape)) if shape else ()
-    return Finding(
-        name, kind, ratio, at=at, actual=actual.flatten()[place].item(), exact=exact.flatten()[place].item(), text=text
-    )
+def _at(name: str, kind: str, place: int, rows: Tensor, shape, actual: Tensor, exact: Tensor, ratio: float) -> Finding:
+    """A finding about the element at flat index `place` of the given rows of an output of that shape."""
+    row, column = divmod(int(place), exact.shape[-1])
+    flat = int(rows[row]) * exact.shape[-1] + column
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)) if shape else ()
+    got, right = actual[row, column].item(), exact[row, column].item()
+    return Finding(name, kind, ratio, at=at, actual=got, exact=right)
 
 
 def compare_topk(evaluation: Evaluation) -> list[Finding]:

@@ -1,0 +1,73 @@
+"""Who wrote where: the bits of every argument's memory before and after a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.compare import Finding
+
+WRONG = float("inf")
+
+
+def named_outputs(returned: Any) -> dict[str, Any]:
+    """A call's outputs as findings name them: "output", or "output[0]", "output[1]", ... of a tuple."""
+    if returned is None:
+        return {}
+    if isinstance(returned, tuple | list):
+        return {f"output[{i}]": one for i, one in enumerate(returned)}
+    return {"output": returned}
+
+
+class Watch:
+    """Remembers the whole memory behind the tensors among `arguments` when made; `findings` says what changed since.
+
+    The memory behind a view is its whole storage: the other views in it and the gaps between rows are watched too.
+    """
+
+    def __init__(self, arguments: dict[str, Any], mutates: tuple[str, ...]):
+        self.tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        self.mutates = mutates
+        self.before = {}
+        for tensor in self.tensors.values():
+            storage = tensor.untyped_storage()
+            self.before.setdefault(storage.data_ptr(), (_bytes(storage), _bytes(storage).clone()))
+
+    def findings(self, returned: Any) -> list[Finding]:
+        """One finding for the first tensor written to that should not be, or for an output that is not new memory."""
+        for name, output in named_outputs(returned).items():
+            if isinstance(output, Tensor) and output.numel() and output.untyped_storage().data_ptr() in self.before:
+                return [Finding(name, "aliases_input", WRONG, text="is a view of an argument, not new memory")]
+        for pointer, (now, before) in self.before.items():
+            changed = now != before
+            if not changed.any():
+                continue
+            here = {n: t for n, t in self.tensors.items() if t.untyped_storage().data_ptr() == pointer}
+            for name in here.keys() & set(self.mutates):
+                _elements(changed, here[name]).fill_(False)
+            if changed.any():
+                return [_told(changed, here)]
+        return []
+
+
+def _told(changed: Tensor, here: dict[str, Tensor]) -> Finding:
+    for name, tensor in here.items():
+        wrong = _elements(changed, tensor).any(-1)
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            return Finding(name, "wrote_inputs", WRONG, at=at, text=f"{int(wrong.sum())} elements were changed")
+    text = f"{int(changed.sum())} bytes changed in its buffer, outside the tensor"
+    return Finding(next(iter(here)), "wrote_outside", WRONG, text=text)
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _elements(of_bytes: Tensor, tensor: Tensor) -> Tensor:
+    """The bytes of a tensor's elements, [*shape, itemsize], as a view of a tensor of its storage's bytes."""
+    size = tensor.element_size()
+    strides = [size * stride for stride in tensor.stride()]
+    return of_bytes.as_strided((*tensor.shape, size), (*strides, 1), size * tensor.storage_offset())

@@ -1,0 +1,248 @@
+"""Runs one case on one provider and says what came of it. Whatever a provider does, the answer is a `Result`.
+
+    target = Target.find("topk_softmax", "native", "cpu")
+    result = run(case, target)
+    result.status, result.reason       # "fail", "row_error_budget"
+
+What is checked in every case, besides the numbers (`compare.py`): outputs have the reference's count, shape, dtype and
+device and are memory of their own; arguments keep their bits, in-place arguments outside their own elements (the rest
+of the buffer that they are a view of) too; memory that torch hands to the provider holds NaN (integers: the largest),
+so that an element nobody wrote shows.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shim
+from conformance import compare
+from conformance.case import DTYPE_NAMES, Case
+from conformance.compare import Evaluation, Finding
+from conformance.memory import Watch, named_outputs
+from shim.dispatch import bind
+
+
+@dataclass(frozen=True)
+class Target:
+    """A provider's function for one op on one device: what a case is run on.
+
+    supports     (**arguments) -> True, or words: the provider refuses the call, which is no failure
+    missing      words: the provider offers nothing for this op here, which is no failure
+    unavailable  words: it is native code that does not load or build, which is one
+    """
+
+    op: shim.Op
+    provider: str
+    device: str
+    function: Callable | None = None
+    supports: Callable | None = None
+    missing: str = ""
+    unavailable: str = ""
+    build: str = ""
+
+    @classmethod
+    def find(cls, op: str, provider: str, device: str) -> Target:
+        """The provider's function as the chain would load it, called without the chain."""
+        one = shim.get(op)
+        name = "native" if provider.startswith("native:") else provider
+        if name != "reference" and not any(i.provider == name and i.serves(device) for i in one.implementations):
+            return cls(one, provider, device, missing=f"provider '{provider}' has no {op} for {device}")
+        try:
+            bound = bind(one, device, provider)
+        except shim.OpUnavailableError as error:
+            return cls(one, provider, device, **{"unavailable" if name == "native" else "missing": str(error)})
+        build = str(bound.library.info) if bound.library else ""
+        return cls(one, provider, device, bound.function, bound.supports, build=build)
+
+    def refusal(self, arguments: dict[str, Any]) -> str:
+        """Why this call is not for this provider; empty when it is."""
+        answer = True if self.supports is None else self.supports(**arguments)
+        if answer is True:
+            return ""
+        outside = self.op.in_domain(**arguments)
+        return str(answer) if outside is True else f"outside the op's domain: {outside}"
+
+
+@dataclass
+class Result:
+    """One case on one provider. status: pass, fail or skip; reason: the kind of the failure, or of the skip."""
+
+    case: str
+    op: str
+    kind: str
+    sizes: dict[str, Any]
+    dtype: str
+    level: str
+    provider: str
+    device: str
+    seed: int
+    status: str = "pass"
+    reason: str = ""
+    message: str = ""
+    ratio: float = 0.0  # worst error over budget; above 1 is a failure
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    provider_ms: float | None = None
+    reference_ms: float | None = None
+    build: str = ""
+
+    def failed(self, reason: str, message: str) -> Result:
+        self.status, self.reason, self.message = "fail", reason, message
+        return self
+
+    def skipped(self, reason: str, message: str) -> Result:
+        self.status, self.reason, self.message = "skip", reason, message
+        return self
+
+    def judged(self, findings: list[Finding]) -> Result:
+        """Takes the verdict over from the findings: the first that convicts gives the reason."""
+        self.findings = [asdict(finding) for finding in findings]
+        self.ratio = max((finding.ratio for finding in findings), default=0.0)
+        wrong = next((finding for finding in findings if finding.kind), None)
+        return self.failed(wrong.kind, describe(wrong)) if wrong else self
+
+
+def run(case: Case, target: Target, base_seed: int = 0) -> Result:
+    """Runs the case; never raises for what the provider does, only for a broken case or reference."""
+    result = Result(
+        case.id, case.op, case.kind, {k: _plain(v) for k, v in case.sizes.items()},
+        DTYPE_NAMES.get(case.dtype, str(case.dtype)), case.level, target.provider, target.device, case.seed(base_seed),
+        build=target.build,
+    )  # fmt: skip
+    if target.missing:
+        return result.skipped("not_offered", target.missing)
+    if target.unavailable:
+        return result.failed("unavailable", target.unavailable)
+    arguments = case.arguments(target.device, result.seed)
+    if case.raises:
+        return _must_refuse(case, target, arguments, result)
+    target.op.check(**arguments)
+    refusal = target.refusal(arguments)
+    if refusal:
+        return result.skipped("refused", refusal)
+
+    watch = Watch(arguments, target.op.mutates)
+    try:
+        with poisoned_memory():
+            returned, result.provider_ms = _timed(target, arguments)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
+        return result.failed("raised", _told(error))
+    fresh = case.arguments(target.device, result.seed)
+    plain, result.reference_ms = _timed(Target(target.op, "reference", target.device, target.op.reference), fresh)
+    wrong = watch.findings(returned) or _structure(returned, plain)
+    if wrong:
+        return result.judged(wrong)
+
+    evaluation = Evaluation(
+        op=case.op,
+        arguments=case.arguments(target.device, result.seed),
+        actual=results_of(target.op, returned, arguments),
+        exact=exact_results(target.op, case.arguments(target.device, result.seed), double),
+        plain=results_of(target.op, plain, fresh),
+        move=lambda: exact_results(target.op, case.arguments(target.device, result.seed), compare.moved),
+    )
+    return result.judged((case.compare or compare.by_budget)(evaluation))
+
+
+def _must_refuse(case: Case, target: Target, arguments: dict[str, Any], result: Result) -> Result:
+    """The call is wrong: an OpArgumentError must name the argument before anything is written."""
+    watch = Watch({k: v for k, v in arguments.items() if isinstance(v, Tensor)}, ())
+    try:
+        target.op.check(**arguments)
+    except shim.OpArgumentError as error:
+        if error.argument != case.raises:
+            return result.failed("not_refused", f"expected an error about '{case.raises}', got: {error}")
+        return result.judged(watch.findings(None))
+    except Exception as error:  # noqa: BLE001 - any other error is the wrong one
+        return result.failed("not_refused", f"expected an OpArgumentError about '{case.raises}', got {_told(error)}")
+    return result.failed("not_refused", f"the call was accepted; argument '{case.raises}' is wrong")
+
+
+@contextmanager
+def poisoned_memory():
+    """torch.empty gives NaN (integers: their largest value) inside, so that unwritten elements show."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the switch that the filling hangs on
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+def double(value: Any) -> Any:
+    """A floating-point tensor in float64; anything else as it is."""
+    return value.double() if isinstance(value, Tensor) and value.dtype.is_floating_point else value
+
+
+def exact_results(op: shim.Op, arguments: dict[str, Any], raised: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """What the reference computes from the arguments raised to float64 by `raised`."""
+    arguments = {name: raised(value) for name, value in arguments.items()}
+    return results_of(op, op.reference(**arguments), arguments)
+
+
+def results_of(op: shim.Op, returned: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """All that a call produced, by name: its outputs, and the arguments it writes to."""
+    return named_outputs(returned) | {name: arguments[name] for name in op.mutates}
+
+
+def _structure(returned: Any, plain: Any) -> list[Finding]:
+    """Findings on count, type, shape, dtype and device of the outputs."""
+    wrong = float("inf")
+    given, wanted = named_outputs(returned), named_outputs(plain)
+    if given.keys() != wanted.keys():
+        names = [", ".join(outputs) or "nothing" for outputs in (given, wanted)]
+        return [Finding("output", "wrong_count", wrong, text="returned {} instead of {}".format(*names))]
+    for name, b in wanted.items():
+        a = given[name]
+        if not isinstance(a, Tensor):
+            return [Finding(name, "wrong_type", wrong, text=f"a {type(a).__name__} instead of a tensor")]
+        for what in ("shape", "dtype", "device"):
+            if getattr(a, what) != getattr(b, what):
+                got, expected = (str(getattr(t, what)).removeprefix("torch.") for t in (a, b))
+                return [Finding(name, f"wrong_{what}", wrong, text=f"{what} {got} instead of {expected}")]
+    return []
+
+
+def _timed(target: Target, arguments: dict[str, Any]) -> tuple[Any, float]:
+    """What the call returned, and its milliseconds; an error of an asynchronous device is raised here."""
+    start = time.perf_counter()
+    returned = target.function(**arguments)
+    if target.device == "cuda":
+        torch.cuda.synchronize()
+    return returned, 1e3 * (time.perf_counter() - start)
+
+
+def describe(finding: Finding) -> str:
+    """A finding in one line, for people."""
+    text = f"{finding.output}: {finding.text}"
+    if finding.at:
+        text += f" at [{', '.join(map(str, finding.at))}]"
+    if finding.actual is not None:
+        text += f": got {finding.actual:.9g}"
+    if finding.exact is not None:
+        text += f", exact {finding.exact:.9g}"
+    if finding.budget:
+        text += f"; error {finding.error:.3g} is {finding.ratio:.3g} x its budget ({finding.ulp:.3g} ulp there)"
+    return text
+
+
+def _told(error: Exception) -> str:
+    """The error and the line that raised it, without the suite's own frames."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, bool | int | float | str | None) else str(value).removeprefix("torch.")
