@@ -34,3 +34,12 @@ class OpUnavailableError(OpshimError, RuntimeError):
 
 class OpExecutionError(OpshimError, RuntimeError):
     """A provider raised under the strict policy; the message describes every argument of the call."""
+
+
+class BuildError(OpshimError, RuntimeError):
+    """A native library could not be built here; the message says why, in the compiler's words where it failed.
+    `lasting`: the same sources will fail again, so trying them again is a waste."""
+
+    def __init__(self, message: str, lasting: bool = False):
+        super().__init__(message)
+        self.lasting = lasting

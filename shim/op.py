@@ -18,27 +18,36 @@ The reference defines the op: name, signature, docstring, behaviour. `@op` turns
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
-from shim.errors import RegistrationError, UnknownNameError
+from shim.errors import OpArgumentError, RegistrationError, UnknownNameError
 
 _registry: dict[str, Op] = {}
 _library = torch.library.Library("opshim", "DEF")
+_numbers = itertools.count()
+RESERVED = ("native", "reference")  # provider names that the shim itself gives
 
 
 def where(function: Callable) -> str:
     """file:line of a function, for error messages."""
-    code = inspect.unwrap(function).__code__
-    return f"{code.co_filename}:{code.co_firstlineno}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One provider's function for one op on one device type (None: any)."""
+    """One provider's function for one op on one device type (None: any).
+
+    It may raise at any time (auto then asks the next candidate), so it must fail before it writes to the arguments that
+    the op mutates.
+    """
 
     op: str
     provider: str
@@ -47,6 +56,8 @@ class Implementation:
     supports: Callable | None = None
     library: Any = None  # shim.loading.NativeLibrary when `function` takes its C functions as first argument
     symbols: dict[str, str] = field(default_factory=dict)
+    available: Callable | None = None  # () -> True, or words: why it cannot serve on this machine at all
+    explicit: bool = False  # serves only where the user chose it by name
 
     def serves(self, device: str) -> bool:
         return self.device is None or self.device == device
@@ -66,6 +77,7 @@ class Op:
         self.example: Callable | None = None  # (generator, device, dtype, **sizes) -> dict of arguments
         self.chains: dict[str, Any] = {}
         self.__doc__ = reference.__doc__
+        self.library = _library
         self._first = next(iter(self.signature.parameters))
 
     def checks(self, function: Callable) -> Callable:
@@ -80,7 +92,7 @@ class Op:
 
     def fakes(self, function: Callable) -> Callable:
         """Registers the fake implementation: same parameters as the op, allocates outputs, computes nothing."""
-        torch.library.register_fake(f"opshim::{self.name}", function, lib=_library)
+        torch.library.register_fake(f"{self.library.ns}::{self.name}", function, lib=self.library)
         return function
 
     def inputs(self, function: Callable) -> Callable:
@@ -102,9 +114,32 @@ class Op:
             chain = self.chains[device] = Chain(self, device)
         return chain
 
+    def providers(self) -> list[str]:
+        """Names of all that implement it on some device, the reference included."""
+        return list(dict.fromkeys([*(one.provider for one in self.implementations), *RESERVED]))
+
+    @property
+    def torch_op(self):
+        """The op as torch knows it: torch.ops.opshim.<name>, default overload."""
+        return getattr(getattr(torch.ops, self.library.ns), self.name).default
+
     def __call__(self, *args, **kwargs):
-        first = args[0] if args else kwargs[self._first]
-        return self.chain(first.device.type).call(*args, **kwargs)
+        if is_dynamo_compiling():
+            return self.torch_op(*args, **kwargs)
+        try:
+            chain = self.chains[(args[0] if args else kwargs[self._first]).device.type]
+        except (KeyError, AttributeError):
+            chain = self._resolve(args, kwargs)
+        return chain.call(*args, **kwargs)
+
+    def _resolve(self, args, kwargs):
+        try:
+            first = self.signature.bind(*args, **kwargs).args[0]
+        except TypeError as error:
+            raise TypeError(f"{self.name}: {error}; it takes {_bare(self.signature)}") from None
+        if not isinstance(first, torch.Tensor):
+            raise OpArgumentError(self.name, self._first, "a tensor", type(first).__name__)
+        return self.chain(first.device.type)
 
     def __repr__(self) -> str:
         return f"<Op {self.name}{self.signature}>"
@@ -120,7 +155,8 @@ def op(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
     def declare(reference: Callable) -> Op:
         name = reference.__name__
         if name in _registry:
-            raise RegistrationError(f"op '{name}' declared twice, first at {where(_registry[name].reference)}, again at {where(reference)}")
+            first = where(_registry[name].reference)
+            raise RegistrationError(f"op '{name}' declared twice, first at {first}, again at {where(reference)}")
         new = Op(reference, mutates)
         schema = torch.library.infer_schema(reference, mutates_args=mutates)
         _library.define(name + schema)
@@ -145,11 +181,27 @@ def names() -> list[str]:
     return list(_registry)
 
 
-def implementation(op: str, *, provider: str, device: str | None = None, supports: Callable | None = None) -> Callable:
-    """Registers a provider's function for an op; the signature must be the reference's, else RegistrationError."""
+def implementation(
+    op: str,
+    *,
+    provider: str,
+    device: str | None = None,
+    supports: Callable | None = None,
+    available: Callable | None = None,
+    explicit: bool = False,
+) -> Callable:
+    """Registers a provider's function for an op; the signature must be the reference's, else RegistrationError.
+
+    supports: the op's parameters (or *args, **kwargs) -> True, or words that say why this call is not for it.
+    available: () -> True, or words that say why it cannot serve on this machine.
+    explicit: serves only where the user chose this provider by name.
+    """
 
     def register(function: Callable) -> Callable:
-        _register(Implementation(op, provider, device, function, supports), skip=0)
+        if provider.split(":")[0] in RESERVED:
+            raise RegistrationError(f"{op}: the provider name '{provider}' is the shim's own; at {where(function)}")
+        new = Implementation(op, provider, device, function, supports, available=available, explicit=explicit)
+        _register(new, skip=0)
         return function
 
     return register
@@ -169,15 +221,47 @@ def native(op: str, *, library, symbols: dict[str, str], supports: Callable | No
     return register
 
 
+def registrations() -> dict[Op, list[Implementation]]:
+    """Who implements what now; `restore` goes back to it."""
+    return {op: list(op.implementations) for op in _registry.values()}
+
+
+def restore(kept: dict[Op, list[Implementation]]) -> None:
+    """Forgets every op and implementation that was registered since `registrations()`."""
+    _registry.clear()
+    for op, implementations in kept.items():
+        _registry[op.name] = op
+        if op.implementations != implementations:
+            op.implementations[:] = implementations
+            op.chains.clear()
+
+
+@contextmanager
+def temporary() -> Iterator[None]:
+    """Ops and implementations registered inside the `with` block are forgotten at its end (tests, mutants)."""
+    global _library
+    kept, library = registrations(), _library
+    _library = torch.library.Library(f"opshim_temporary_{next(_numbers)}", "DEF")
+    try:
+        yield
+    finally:
+        _library._destroy()
+        _library = library
+        restore(kept)
+
+
 def _register(new: Implementation, skip: int) -> None:
-    target = get(new.op)
-    _match(target, new.function, skip, f"provider '{new.provider}'")
-    if new.supports is not None:
-        _match(target, new.supports, 0, f"supports of provider '{new.provider}'")
+    if new.op not in _registry:
+        raise RegistrationError(f"{UnknownNameError('op', new.op, _registry)}; at {where(new.function)}")
+    target = _registry[new.op]
+    who = f"provider '{new.provider}'"
+    _match(target, new.function, skip, who)
+    if new.supports is not None and not _takes_anything(new.supports):
+        _match(target, new.supports, 0, f"supports of {who}")
     for old in target.implementations:
         if old.provider == new.provider and old.device == new.device:
             raise RegistrationError(
-                f"{new.op}: provider '{new.provider}' for device {new.device or 'any'} registered twice, "
+                f"{new.op}: {who} for device {new.device or 'any'} registered twice, "
                 f"first at {where(old.function)}, again at {where(new.function)}"
             )
     target.add(new)
@@ -185,17 +269,23 @@ def _register(new: Implementation, skip: int) -> None:
 
 def _match(target: Op, function: Callable, skip: int, who: str) -> None:
     """Same parameter names, order and defaults as the reference (annotations are free)."""
-    given = list(inspect.signature(function).parameters.values())[skip:]
-    wanted = list(target.signature.parameters.values())
-    if len(given) == 2 and [p.kind for p in given] == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]:
-        if skip == 0 and "supports" in who:
-            return
+    try:
+        given = list(inspect.signature(function).parameters.values())[skip:]
+    except (TypeError, ValueError) as error:
+        raise RegistrationError(f"{target.name}: {who} is no function with a signature ({error})") from error
+    wanted = target.signature.parameters.values()
     if [(p.name, p.default, p.kind) for p in given] != [(p.name, p.default, p.kind) for p in wanted]:
-        listed = ", ".join(str(p) for p in given)
         raise RegistrationError(
-            f"{target.name}: {who} has the signature ({listed}), the op's is {_bare(target.signature)}; at {where(function)}"
+            f"{target.name}: {who} has the signature {_bare(inspect.Signature(given))}, "
+            f"the op's is {_bare(target.signature)}; at {where(function)}"
         )
 
 
+def _takes_anything(function: Callable) -> bool:
+    kinds = [parameter.kind for parameter in inspect.signature(function).parameters.values()]
+    return kinds == [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+
+
 def _bare(signature: inspect.Signature) -> str:
-    return "(" + ", ".join(str(p.replace(annotation=inspect.Parameter.empty)) for p in signature.parameters.values()) + ")"
+    parameters = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
+    return f"({', '.join(map(str, parameters))})"

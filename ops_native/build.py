@@ -1,0 +1,240 @@
+"""Builds native libraries with ninja. A library is data (`Spec`); ahead of time and just in time are one path.
+
+A build reads the sources once, names them by their content, and compiles that snapshot, so an edit in the middle of a
+build cannot mix versions. Objects are kept in the user cache under a hash of everything that goes into them: only what
+changed is compiled again. Builds of one folder take turns under a file lock; each works in a folder of its own beside
+the target and moves the finished library in place, so a killed build leaves nothing half-written.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+
+from shim.errors import BuildError
+from shim.loading import MARK, Identity, build_info, examine, user_cache
+
+NATIVE = Path(__file__).parent
+KEPT_DAYS = 30  # objects and libraries in the user cache that no build wrote for so long are removed
+
+_X86 = (
+    ("avx2", ("-mavx2", "-mfma", "-mf16c")),
+    ("avx512", ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")),
+)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One shared library: every source compiled once per variant, linked in the order of the variants."""
+
+    name: str
+    folder: Path  # holds sources and headers
+    sources: str  # glob patterns
+    headers: str
+    compilers: tuple[str, ...]  # the first on the PATH is used ...
+    variable: str  # ... unless this environment variable names one
+    flags: tuple[str, ...]
+    link_flags: tuple[str, ...]
+    variants: tuple[tuple[str, tuple[str, ...]], ...]  # name -> further flags
+    package: Path = NATIVE / "lib"  # where `build_all` puts it
+
+    @property
+    def filename(self) -> str:
+        return f"lib{self.name}.so"
+
+    def snapshot(self) -> dict[str, bytes]:
+        """File name -> content, of all sources and headers."""
+        files = sorted([*self.folder.glob(self.sources), *self.folder.glob(self.headers)])
+        if not any(file.match(self.sources) for file in files):
+            raise BuildError(f"no sources {self.sources} in {self.folder}")
+        return {file.name: file.read_bytes() for file in files}
+
+    def compiler(self) -> list[str]:
+        """The compiler's command."""
+        given = shlex.split(os.environ.get(self.variable, ""))
+        for command in [given] if given else [[name] for name in self.compilers]:
+            if shutil.which(command[0]):
+                return command
+        if given:
+            raise BuildError(f"no compiler: {self.variable} names {given[0]}, which is not on the PATH")
+        raise BuildError(f"no compiler: none of {', '.join(self.compilers)} is on the PATH, {self.variable} is not set")
+
+    def identity(self, snapshot: dict[str, bytes] | None = None) -> Identity:
+        try:
+            compiler = _version(tuple(self.compiler()))
+        except BuildError:
+            compiler = None
+        flags = (self.flags, self.link_flags, self.variants)
+        return Identity(_hash(snapshot or self.snapshot()), _hash(flags), compiler, platform.machine())
+
+    def build(self, folder: Path) -> Path:
+        return build(self, folder).path
+
+
+def cpu_spec() -> Spec:
+    """libopshim_cpu.so: ops_native/cpu/*.cpp for every instruction set. Base comes first: should an inline function
+    escape its namespace, the linker keeps the copy that every machine can run. OpenMP is torch's, hence not linked."""
+    isas = (("base", ()), *(_X86 if platform.machine() == "x86_64" else ()))
+    return Spec(
+        name="opshim_cpu",
+        folder=NATIVE / "cpu",
+        sources="*.cpp",
+        headers="*.h",
+        compilers=("g++", "c++", "clang++"),
+        variable="CXX",
+        flags=("-std=c++17", "-O3", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra")
+        + ("-Wno-maybe-uninitialized",),
+        link_flags=("-shared",),
+        variants=tuple((isa, (f"-DOPSHIM_ISA={isa}", *flags)) for isa, flags in isas),
+    )
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished library; seconds is 0 where it was there already."""
+
+    path: Path
+    identity: Identity
+    seconds: float
+    note: str = ""
+
+
+def build_all(folder: Path | None = None) -> list[Built]:
+    """Builds every library of this tree, into `folder` or the package; into the user cache where that is read-only."""
+    results = []
+    for spec in (cpu_spec(),):
+        target = folder or spec.package
+        try:
+            target.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=target):
+                pass
+            results.append(build(spec, target))
+        except OSError as error:
+            built = build(spec, user_cache() / f"{spec.name}-{spec.identity().key}")
+            results.append(Built(built.path, built.identity, built.seconds, f"{target} cannot be written ({error})"))
+    return results
+
+
+def build(spec: Spec, folder: Path) -> Built:
+    """Builds the library into `folder` unless it is there; BuildError says why it cannot be built."""
+    started = time.monotonic()
+    snapshot = spec.snapshot()
+    identity = spec.identity(snapshot)
+    target = folder / spec.filename
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f".{spec.name}.lock"):
+            if _is_built(target, identity):
+                return Built(target, identity, 0.0)
+            for abandoned in folder.glob(f".{spec.name}-*.build"):  # whoever made it was killed: the lock is ours
+                shutil.rmtree(abandoned, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f".{spec.name}-", suffix=".build", dir=folder) as work:
+                _compile(spec, snapshot, identity, Path(work))
+                os.replace(Path(work) / spec.filename, target)
+    except OSError as error:
+        raise BuildError(f"cannot build {spec.filename} in {folder}: {error}") from error
+    _prune(user_cache())
+    return Built(target, identity, time.monotonic() - started)
+
+
+def _is_built(target: Path, identity: Identity) -> bool:
+    return examine(target, identity) is None and build_info(target.read_bytes())["compiler"] == identity.compiler
+
+
+def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: Path) -> None:
+    compiler, ninja = spec.compiler(), _ninja()
+    for name, content in snapshot.items():
+        (work / name).write_bytes(content)
+    info = {**asdict(identity), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    text = json.dumps(MARK.decode() + json.dumps(info))
+    visible = '__attribute__((visibility("default")))'
+    (work / "build_info.cpp").write_text(f'extern "C" {{ {visible} extern const char opshim_build_info[] = {text}; }}\n')
+
+    objects = user_cache() / "objects"
+    objects.mkdir(parents=True, exist_ok=True)
+    headers = {name: content for name, content in snapshot.items() if Path(name).match(spec.headers)}
+    command = " ".join(map(shlex.quote, compiler))
+    rules = [
+        f"rule object\n  command = {command} $flags -c $in -o $out.{os.getpid()} && mv $out.{os.getpid()} $out",
+        "  description = $in $variant",
+        f"rule library\n  command = {command} {' '.join(spec.link_flags)} $in -o $out",
+        f"build info.o: object build_info.cpp\n  flags = {' '.join(spec.flags)}",
+    ]
+    inputs = []
+    for variant, extra in spec.variants:
+        flags = [*spec.flags, *extra]
+        for name in sorted(set(snapshot) - set(headers)):
+            key = _hash((name, snapshot[name], headers, flags, identity.compiler, identity.arch))
+            output = objects / f"{Path(name).stem}-{variant}-{key}.o"
+            inputs.append(_escape(output))
+            if not output.exists():
+                edge = f"build {_escape(output)}: object {name}\n  flags = {' '.join(flags)}\n  variant = {variant}"
+                rules.append(edge)
+    rules.append(f"build {spec.filename}: library {' '.join(inputs)} info.o\ndefault {spec.filename}\n")
+    (work / "build.ninja").write_text("\n".join(rules))
+    run = subprocess.run([*ninja, "-C", str(work)], capture_output=True, text=True, check=False)
+    if run.returncode:
+        raise BuildError(f"{compiler[0]} failed: {_first_errors(run.stdout, spec)}", lasting="Killed" not in run.stdout)
+
+
+def _first_errors(output: str, spec: Spec) -> str:
+    """The lines of a failed build that say what is wrong, with the sources' real folder."""
+    lines = [line.strip() for line in output.splitlines() if not line.startswith(("ninja:", "[", "FAILED:"))]
+    telling = [line for line in lines if "error" in line.lower() or "undefined reference" in line or "not found" in line]
+    names = {file.name for file in spec.folder.iterdir()}
+    chosen = (telling or lines)[:3]
+    return "; ".join(f"{spec.folder}/{line}" if line.split(":")[0] in names else line for line in chosen)
+
+
+def _ninja() -> list[str]:
+    try:
+        import ninja
+
+        return [str(Path(ninja.BIN_DIR) / "ninja")]
+    except ImportError:
+        found = shutil.which("ninja")
+    if not found:
+        raise BuildError("no ninja: neither the Python package nor a program on the PATH")
+    return [found]
+
+
+@functools.cache
+def _version(command: tuple[str, ...]) -> str:
+    run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
+    return (run.stdout or run.stderr).strip().splitlines()[0] if run.stdout or run.stderr else "unknown"
+
+
+def _hash(thing) -> str:
+    return sha256(repr(thing).encode()).hexdigest()[:16]
+
+
+def _escape(path: Path) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a file lock; the system drops it when the process ends, however it ends."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _prune(cache: Path) -> None:
+    oldest = time.time() - KEPT_DAYS * 86400
+    for path in [*cache.glob("objects/*"), *cache.glob("*/*.so")]:
+        if path.stat().st_mtime < oldest:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,354 @@
+"""The chain of one op on one device: its candidates in order, why each was taken or left, and the call itself.
+
+    1. what the user chose for this op          3. native:precompiled        5. reference
+    2. other installed and file providers       4. native:jit
+
+A chain is resolved once, at the op's first call, and again after the policy or the registrations change. Where a native
+library could not be had and the op had to go without, the chain is resolved again a minute later.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from shim import policy as policies
+from shim import table
+from shim.errors import OpArgumentError, OpExecutionError, OpUnavailableError, UnknownNameError
+from shim.health import CALLS, FAILURES, OUTSIDE, REFUSALS, Breaker, counters
+from shim.loading import Found, Loaded
+from shim.op import Implementation, Op, get, names
+from shim.policy import Policy
+
+log = logging.getLogger("opshim")
+RETRY_SECONDS = 60.0
+SELECTED, READY, UNAVAILABLE = "selected", "ready", "unavailable"
+NOT_NEEDED, NOT_CHOSEN, BREAKER_OPEN = "not needed", "not chosen", "breaker open"
+_resolving = threading.RLock()
+_warned: set[tuple[str, str, str]] = set()  # (op, device, kind of event)
+
+# CUDA errors after which every later call of the process fails too
+_STICKY = (
+    "illegal memory access",
+    "misaligned address",
+    "illegal instruction",
+    "invalid program counter",
+    "device-side assert",
+    "unspecified launch failure",
+    "launch timed out",
+    "hardware stack error",
+    "uncorrectable ECC error",
+    "operation not supported on global/shared address space",
+)
+
+
+@dataclass(eq=False)
+class Candidate:
+    """One implementation in a chain. `function` has the op's signature and is None unless it can be called."""
+
+    label: str  # "native:precompiled", "native:jit", "reference", or the provider's name
+    provider: str
+    resolved: str  # the state it got when the chain was resolved
+    reason: str = ""
+    function: Callable | None = None
+    supports: Callable | None = None
+    library: Loaded | None = None
+    breaker: Breaker = field(default_factory=Breaker)
+    slot: int = 0
+
+    @property
+    def state(self) -> str:
+        return BREAKER_OPEN if self.breaker.is_open() else self.resolved
+
+    def __call__(self, *args, **kwargs):
+        return self.function(*args, **kwargs)
+
+    def as_dict(self) -> dict:
+        build = self.library.info if self.library else None
+        return {"candidate": self.label, "state": self.state, "reason": self.reason, "build": build}
+
+
+class Chain:
+    """The resolved chain of an op on a device type. `call(*args, **kwargs)` is the op."""
+
+    def __init__(self, op: Op, device: str, policy: Policy | None = None, clock: Callable[[], float] = time.monotonic):
+        self.op, self.device, self.policy, self.clock = op, device, policy or policies.current(), clock
+        self.choice = self.policy.providers.get(op.name)
+        if self.choice is not None and self.choice not in op.providers():
+            raise UnknownNameError(f"provider of {op.name}", self.choice, op.providers())
+        self.falls_back = self.policy.mode == "auto"
+        with _resolving:
+            self.candidates = self._candidates()
+        self.reference = self.candidates[-1]
+        self.order = [one for one in self.candidates if one.resolved == READY and one is not self.reference]
+        if "reference" in (self.choice, self.choice or self.policy.mode):
+            self.order = [self.reference]
+        for one in self.candidates:
+            one.slot = counters.slot(op.name, one.label)
+            one.breaker.clock = clock
+        self.selected = self.order[0] if self.order else self.reference if self.falls_back else None
+        if self.selected is not None:
+            self.selected.resolved = SELECTED
+        if not self._allows("reference"):
+            self.reference.reason = "only for calls outside the op's domain"
+        self.retry_at = clock() + RETRY_SECONDS
+        self._install()
+        self._tell_fallback()
+
+    # ---- resolution -------------------------------------------------------------------------------------------------
+
+    def _allows(self, provider: str) -> bool:
+        """Whether policy and choice let this provider serve."""
+        if self.choice is not None and (provider == self.choice or not self.falls_back or self.choice == "reference"):
+            return provider == self.choice
+        return self.policy.mode != "reference" if provider != "reference" else self.policy.mode != "strict"
+
+    def _candidates(self) -> list[Candidate]:
+        mine = [one for one in self.op.implementations if one.serves(self.device)]
+        mine.sort(key=lambda one: (one.provider != self.choice, one.provider == "native"))
+        found = []
+        for one in mine:
+            found += self._native(one) if one.provider == "native" else [self._other(one)]
+        if not any(one.provider == "native" for one in mine):
+            found.append(Candidate("native", "native", UNAVAILABLE, f"no native implementation for {self.device}"))
+        found.append(Candidate("reference", "reference", READY, function=self.op.reference))
+        return found
+
+    def _other(self, one: Implementation) -> Candidate:
+        reason = self._left_out(one.provider, one.explicit)
+        if reason:
+            return Candidate(one.provider, one.provider, NOT_CHOSEN, reason)
+        return _available(one)
+
+    def _native(self, one: Implementation) -> list[Candidate]:
+        reason = self._left_out("native", False)
+        if reason:
+            return [Candidate("native", "native", NOT_CHOSEN, reason)]
+        first = _from_library("native:precompiled", one, one.library.precompiled(one.symbols))
+        if first.function:
+            return [first, Candidate("native:jit", "native", NOT_NEEDED)]
+        return [first, _from_library("native:jit", one, one.library.compiled(one.symbols))]
+
+    def _left_out(self, provider: str, explicit: bool) -> str:
+        if not self._allows(provider):
+            return f"{self.choice} was chosen" if self.choice else f"policy {self.policy.mode}"
+        return "serves only by explicit choice" if explicit and provider != self.choice else ""
+
+    @property
+    def lacks_native(self) -> bool:
+        """The op goes without an implementation that the policy wants, for lack of a library."""
+        return bool(self.libraries()) and self.selected in (None, self.reference)
+
+    def libraries(self) -> list:
+        """The native libraries that this chain looks into."""
+        mine = [one.library for one in self.op.implementations if one.serves(self.device) and self._allows("native")]
+        return [library for library in mine if library is not None]
+
+    def _tell_fallback(self) -> None:
+        wanted = self.choice or "native"
+        got = self.selected and self.selected.provider
+        if self.falls_back and got != wanted and (self.choice or got == "reference"):
+            reasons = [f"{one.label}: {one.reason}" for one in self.candidates if one.resolved == UNAVAILABLE]
+            self._warn("unavailable", f"served by {got} on {self.device}, as {'; '.join(reasons)}")
+
+    # ---- the call ---------------------------------------------------------------------------------------------------
+
+    def _install(self) -> None:
+        """Sets `call`: straight to the first candidate where nothing is wrong, else with care."""
+        if self.lacks_native:
+            self.call = self._call_lacking
+        elif self.order and not any(one.breaker.failures for one in self.order):
+            self.call = self._direct(self.order[0])
+        else:
+            self.call = self._call_with_care
+
+    def _direct(self, first: Candidate) -> Callable:
+        check, function, supports, calls = self.op.check, first.function, first.supports, first.slot + CALLS
+        walk, failed, store = self._walk, self._failed, counters
+
+        def call(*args, **kwargs):
+            check(*args, **kwargs)
+            if supports is not None:
+                verdict = supports(*args, **kwargs)
+                if verdict is not True:
+                    return walk(args, kwargs, 1, [(first, verdict)])
+            try:
+                result = function(*args, **kwargs)
+            except Exception as error:
+                failed(first, error, args, kwargs)
+                return walk(args, kwargs, 1, [])
+            store.values[calls] += 1
+            return result
+
+        return call
+
+    def _call_with_care(self, *args, **kwargs):
+        self.op.check(*args, **kwargs)
+        return self._walk(args, kwargs)
+
+    def _call_lacking(self, *args, **kwargs):
+        if self.clock() >= self.retry_at:
+            for library in self.libraries():
+                library.reset()
+            chain = self.op.chains[self.device] = Chain(self.op, self.device, self.policy, self.clock)
+            return chain.call(*args, **kwargs)
+        return self._call_with_care(*args, **kwargs)
+
+    def _walk(self, args, kwargs, start: int = 0, refused: list | None = None):
+        """Asks the candidates from `start` on, one after the other, then the reference as far as policy and domain
+        let it. `refused`: candidates that were left and the reason."""
+        refused = refused or []
+        for one in self.order[start:]:
+            if one.breaker.is_open():
+                refused.append((one, "breaker open after failures in a row"))
+                continue
+            verdict = True if one.supports is None else one.supports(*args, **kwargs)
+            if verdict is not True:
+                refused.append((one, verdict))
+                continue
+            try:
+                result = one.function(*args, **kwargs)
+            except Exception as error:
+                self._failed(one, error, args, kwargs)
+                continue
+            counters.values[one.slot + CALLS] += 1
+            if one.breaker.failures:
+                one.breaker.succeeded()
+                self._install()
+            self._note(refused, one)
+            return result
+        return self._last(args, kwargs, refused)
+
+    def _last(self, args, kwargs, refused: list):
+        outside = self.op.in_domain(*args, **kwargs)
+        if outside is True:
+            if not self.falls_back:
+                reasons = "; ".join(f"{one.label}: {reason}" for one, reason in refused)
+                raise OpUnavailableError(
+                    f"{self.op.name}: {'every candidate refused the call' if refused else 'no implementation'} on "
+                    f"{self.device} under policy {self.policy.mode}{f' ({reasons})' if reasons else ''}\n"
+                    f"{table.text([self])}\ncalled with\n{describe(self.op, args, kwargs)}"
+                )
+            self._note(refused, self.reference)
+        else:
+            counters.values[self.reference.slot + OUTSIDE] += 1
+        try:
+            result = self.op.reference(*args, **kwargs)
+        except Exception as error:
+            self._failed(self.reference, error, args, kwargs)
+        counters.values[self.reference.slot + CALLS] += 1
+        return result
+
+    def _note(self, refused: list, server: Candidate) -> None:
+        for one, reason in refused:
+            if not one.breaker.is_open():
+                counters.values[one.slot + REFUSALS] += 1
+                self._warn("refused", f"a call was served by {server.label}, as {one.label} does not take it: {reason}")
+
+    def _failed(self, one: Candidate, error: Exception, args, kwargs) -> None:
+        """Counts a failure; raises where the policy lets nobody else answer."""
+        if isinstance(error, OpArgumentError):
+            raise error
+        counters.values[one.slot + FAILURES] += 1
+        sticky = is_sticky(error)
+        if sticky or not self.falls_back or one is self.reference:
+            raise OpExecutionError(
+                f"{self.op.name}: {one.label} failed on {self.device}: {type(error).__name__}: {error}"
+                f"{' (the device is lost to this process)' if sticky else ''}\n"
+                f"called with\n{describe(self.op, args, kwargs)}"
+            ) from error
+        one.breaker.failed()
+        self._warn(
+            "failed",
+            f"{one.label} failed and the next candidate answers; it is tried again, after {one.breaker.limit} failures "
+            f"in a row only every {one.breaker.pause:.0f} s: {type(error).__name__}: {error}",
+        )
+        self._install()
+
+    def _warn(self, kind: str, message: str) -> None:
+        """One warning per op, device and kind of event in the life of the process."""
+        key = (self.op.name, self.device, kind)
+        if key not in _warned:
+            _warned.add(key)
+            log.warning("%s: %s", self.op.name, message)
+
+
+def _available(one: Implementation) -> Candidate:
+    verdict = True if one.available is None else one.available()
+    if verdict is not True:
+        return Candidate(one.provider, one.provider, UNAVAILABLE, str(verdict))
+    return Candidate(one.provider, one.provider, READY, "", one.function, one.supports)
+
+
+def _from_library(label: str, one: Implementation, found: Found) -> Candidate:
+    if found.functions is None:
+        return Candidate(label, "native", UNAVAILABLE, found.reason, library=found.library)
+    function = functools.partial(one.function, found.functions)
+    return Candidate(label, "native", READY, found.reason, function, one.supports, found.library)
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether the error leaves the device unusable for the rest of the process."""
+    text = str(error)
+    return ("CUDA error" in text or "HIP error" in text) and any(words in text for words in _STICKY)
+
+
+def describe(op: Op, args, kwargs) -> str:
+    """Every argument of a call in one line each: shape, dtype, strides and device of tensors, the value of others."""
+    lines = []
+    for name, value in op.signature.bind(*args, **kwargs).arguments.items():
+        if hasattr(value, "stride"):
+            value = f"{list(value.shape)} {str(value.dtype)[6:]} strides {list(value.stride())} {value.device}"
+        lines.append(f"  {name}: {value}")
+    return "\n".join(lines)
+
+
+def bind(op: str | Op, device: str, provider: str) -> Candidate:
+    """One provider's implementation, ready to be called without check, guard or policy (conformance, bench).
+
+    provider: "native" (precompiled, else compiled here), "native:precompiled", "native:jit", "reference" or a name.
+    UnknownNameError for a name that nobody registered, OpUnavailableError with the reason where it cannot be had.
+    """
+    op = get(op) if isinstance(op, str) else op
+    base, _, stage = provider.partition(":")
+    name = base if base == "native" else provider
+    if name not in op.providers():
+        raise UnknownNameError(f"provider of {op.name}", provider, op.providers())
+    if name == "reference":
+        return Candidate("reference", "reference", READY, function=op.reference)
+    mine = [one for one in op.implementations if one.provider == name and one.serves(device)]
+    reasons = [] if mine else [f"none for device {device}"]
+    for one in mine:
+        for candidate in _stages(one, stage) if name == "native" else [_available(one)]:
+            if candidate.function:
+                return candidate
+            reasons.append(f"{candidate.label}: {candidate.reason}")
+    raise OpUnavailableError(f"{op.name}: provider {provider} is unavailable on {device}: {'; '.join(reasons)}")
+
+
+def _stages(one: Implementation, stage: str):
+    if stage != "jit":
+        yield _from_library("native:precompiled", one, one.library.precompiled(one.symbols))
+    if stage != "precompiled":
+        yield _from_library("native:jit", one, one.library.compiled(one.symbols))
+
+
+def resolve(only: Iterable[str] | None = None, device: str = "cpu", policy: Policy | None = None) -> list[Chain]:
+    """The chains of some ops (default: all): the live ones of the policy in force, fresh ones for another policy."""
+    wanted = [get(name) for name in (names() if only is None else only)]
+    return [op.chain(device) if policy is None else Chain(op, device, policy) for op in wanted]
+
+
+def require(only: Iterable[str] | None = None, device: str = "cpu", policy: Policy | None = None) -> list[Chain]:
+    """Like `resolve`; OpUnavailableError with the chain table where the policy leaves one of the ops unserved."""
+    chains = resolve(only, device, policy)
+    unserved = [chain for chain in chains if chain.selected is None]
+    if unserved:
+        listed = ", ".join(chain.op.name for chain in unserved)
+        mode = unserved[0].policy.mode
+        raise OpUnavailableError(f"no implementation under policy {mode} for {listed}\n{table.text(unserved)}")
+    return chains

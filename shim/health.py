@@ -1,0 +1,153 @@
+"""What happened to each op in this run: counters that survive a killed process, and the circuit breaker.
+
+Counters live in a memory-mapped file per process under OPSHIM_RUN_DIR (in anonymous memory where it is not set), so a
+worker that dies by SIGKILL still leaves its numbers. A file is an array of 256-byte records: the first holds MAGIC,
+each further one eight uint64 counters (one per event of EVENTS, rest spare) and the name "op\\0candidate".
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from shim.errors import OpshimError
+
+log = logging.getLogger("opshim")
+
+MAGIC = b"opshim counters 1"
+EVENTS = ("calls", "failures", "refusals", "outside_domain")
+CALLS, FAILURES, REFUSALS, OUTSIDE = range(len(EVENTS))
+_RECORD, _LANES, _NAME, _RECORDS = 256, 32, 64, 4096  # bytes and uint64 lanes per record, offset of the name, capacity
+
+
+class Row(NamedTuple):
+    """Counts of one candidate of one op: calls it answered, calls it raised on, calls that its guard refused though
+    they were inside the op's domain, and calls it answered because they were outside of it (the reference only)."""
+
+    op: str
+    candidate: str
+    calls: int
+    failures: int
+    refusals: int
+    outside_domain: int
+
+
+class Counters:
+    """Counters of this process. `values[slot(op, candidate) + CALLS] += 1` is the whole cost of counting; `values` is
+    replaced after a fork (the child counts into a file of its own), so read it anew each time."""
+
+    def __init__(self):
+        self._slots: dict[tuple[str, str], int] = {}
+        self._open(None)
+
+    def slot(self, op: str, candidate: str) -> int:
+        """Index of the candidate's first counter in `values`."""
+        if self.path is None and os.environ.get("OPSHIM_RUN_DIR"):
+            self.open(os.environ["OPSHIM_RUN_DIR"])
+        index = self._slots.get((op, candidate))
+        if index is None:
+            if len(self._slots) == _RECORDS - 1:
+                raise OpshimError(f"no counter left for {op} {candidate}: {len(self._slots)} names are in use")
+            index = self._slots[op, candidate] = (len(self._slots) + 1) * _LANES
+            self._name(index, op, candidate)
+        return index
+
+    def open(self, run_dir: str | os.PathLike | None) -> None:
+        """Counts go to a new file under `run_dir` from now on (None: to memory); counts so far move along."""
+        before = self.values
+        self._open(run_dir)
+        for (op, candidate), index in self._slots.items():
+            self._name(index, op, candidate)
+            for lane in range(index, index + len(EVENTS)):
+                self.values[lane] = before[lane]
+
+    def after_fork(self) -> None:
+        """In a forked child: the parent's file stays the parent's; the child starts from zero."""
+        self._open(self.path and self.path.parent)
+        for (op, candidate), index in self._slots.items():
+            self._name(index, op, candidate)
+
+    def rows(self) -> list[Row]:
+        return _rows(self._memory)
+
+    def _open(self, run_dir) -> None:
+        self.path = None
+        memory = None
+        if run_dir is not None:
+            path = Path(run_dir) / f"calls-{os.getpid()}-{time.time_ns()}.bin"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "x+b") as file:
+                    file.truncate(_RECORD * _RECORDS)
+                    memory = mmap.mmap(file.fileno(), 0)
+                self.path = path
+            except OSError as error:
+                log.warning("calls of process %d are counted in memory only: %s", os.getpid(), error)
+        self._memory = memory or mmap.mmap(-1, _RECORD * _RECORDS)
+        self._memory[: len(MAGIC)] = MAGIC
+        self.values = memoryview(self._memory).cast("Q")
+
+    def _name(self, index: int, op: str, candidate: str) -> None:
+        name = f"{op}\0{candidate}".encode()[: _RECORD - _NAME]
+        start = index * 8 + _NAME
+        self._memory[start : start + len(name)] = name
+
+
+def _rows(data) -> list[Row]:
+    rows = []
+    view = memoryview(data)
+    for start in range(_RECORD, len(view), _RECORD):
+        name = bytes(view[start + _NAME : start + _RECORD]).rstrip(b"\0").decode(errors="replace")
+        if not name:
+            break
+        counts = view[start : start + _NAME].cast("Q").tolist()[: len(EVENTS)]
+        if any(counts):
+            op, _, candidate = name.partition("\0")
+            rows.append(Row(op, candidate, *counts))
+    return rows
+
+
+counters = Counters()
+os.register_at_fork(after_in_child=counters.after_fork)
+
+
+def summary(run_dir: str | os.PathLike | None = None) -> list[Row]:
+    """Counts per op and candidate, summed over all processes that counted under `run_dir` (None: of this process),
+    without those that are zero; in order of first appearance per op."""
+    if run_dir is None:
+        return counters.rows()
+    totals: dict[tuple[str, str], list[int]] = {}
+    for path in sorted(Path(run_dir).glob("calls-*.bin")):
+        data = path.read_bytes()
+        if not data.startswith(MAGIC):
+            continue  # a process that was killed while it created the file
+        for op, candidate, *counts in _rows(data):
+            sums = totals.setdefault((op, candidate), [0] * len(EVENTS))
+            sums[:] = map(sum, zip(sums, counts))
+    order = list(dict.fromkeys(op for op, _ in totals))
+    return sorted((Row(*key, *counts) for key, counts in totals.items()), key=lambda row: order.index(row.op))
+
+
+class Breaker:
+    """Leaves a candidate out for `pause` seconds after `limit` failures in a row; then it is tried again, and one more
+    failure opens the breaker anew."""
+
+    def __init__(self, clock=time.monotonic, limit: int = 2, pause: float = 60.0):
+        self.clock, self.limit, self.pause = clock, limit, pause
+        self.failures = 0
+        self.open_until = float("-inf")
+
+    def is_open(self) -> bool:
+        return self.failures >= self.limit and self.clock() < self.open_until
+
+    def failed(self) -> None:
+        self.failures += 1
+        if self.failures >= self.limit:
+            self.open_until = self.clock() + self.pause
+
+    def succeeded(self) -> None:
+        self.failures = 0
