@@ -1,0 +1,151 @@
+"""Native attention over the paged cache: cache writes, decode, prefill. Any strides but the innermost one are served."""
+
+from __future__ import annotations
+
+import torch
+
+import ops_reference.attention  # noqa: F401  declares the ops
+import shim
+from ops_native.libraries import CPU, DTYPE
+
+
+def _dense(**tensors):
+    """True when the innermost dimension of each tensor is contiguous, else words."""
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            return f"{name} has an innermost stride of {tensor.stride(-1)}, needs 1"
+    return True
+
+
+def _supports_cache_write(key, value, key_cache, value_cache, slot_mapping):
+    return _dense(key=key, value=value, key_cache=key_cache, value_cache=value_cache)
+
+
+def _supports_decode(
+    q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    return _dense(q=q, key_cache=key_cache, value_cache=value_cache)
+
+
+def _supports_prefill(
+    q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    return _dense(q=q, key_cache=key_cache, value_cache=value_cache)
+
+
+@shim.native(
+    "reshape_and_cache",
+    library=CPU,
+    symbols={"opshim_reshape_and_cache": "ppppp" + "i" * 17},
+    supports=_supports_cache_write,
+)
+def reshape_and_cache(c, key, value, key_cache, value_cache, slot_mapping):
+    slots = slot_mapping.contiguous()
+    blocks, block_size, heads, size = key_cache.shape
+    c.opshim_reshape_and_cache(
+        key.data_ptr(),
+        value.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        slots.data_ptr(),
+        key.element_size(),
+        key.shape[0],
+        heads,
+        size,
+        blocks,
+        block_size,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        torch.get_num_threads(),
+    )
+
+
+def _rows(block_tables):
+    """Block tables whose rows are contiguous; those that vLLM passes are."""
+    return block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
+
+
+@shim.native(
+    "paged_attention_v2",
+    library=CPU,
+    symbols={"opshim_paged_attention_v2": "p" * 7 + "i" * 17 + "dd" + "ii"},
+    supports=_supports_decode,
+)
+def paged_attention_v2(
+    c, q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    out = torch.empty(q.shape, dtype=q.dtype)
+    tables, lengths = _rows(block_tables), seq_lens.contiguous()
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+    blocks, block_size, kv_heads, size = key_cache.shape
+    c.opshim_paged_attention_v2(
+        q.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        tables.data_ptr(),
+        lengths.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+        out.data_ptr(),
+        DTYPE[q.dtype],
+        q.shape[0],
+        q.shape[1],
+        kv_heads,
+        size,
+        blocks,
+        block_size,
+        tables.shape[1],
+        tables.stride(0),
+        *q.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        scale,
+        softcap,
+        window,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+@shim.native(
+    "paged_prefill",
+    library=CPU,
+    symbols={"opshim_paged_prefill": "p" * 8 + "i" * 18 + "dd" + "ii"},
+    supports=_supports_prefill,
+)
+def paged_prefill(
+    c, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    out = torch.empty(q.shape, dtype=q.dtype)
+    tables, bounds, lengths = _rows(block_tables), cu_seqlens_q.contiguous(), seq_lens.contiguous()
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+    blocks, block_size, kv_heads, size = key_cache.shape
+    c.opshim_paged_prefill(
+        q.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        tables.data_ptr(),
+        bounds.data_ptr(),
+        lengths.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+        out.data_ptr(),
+        DTYPE[q.dtype],
+        q.shape[0],
+        lengths.shape[0],
+        q.shape[1],
+        kv_heads,
+        size,
+        blocks,
+        block_size,
+        tables.shape[1],
+        tables.stride(0),
+        *q.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        scale,
+        softcap,
+        window,
+        torch.get_num_threads(),
+    )
+    return out
