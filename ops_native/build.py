@@ -161,7 +161,9 @@ def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: P
     info = {**asdict(identity), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     text = json.dumps(MARK.decode() + json.dumps(info))
     visible = '__attribute__((visibility("default")))'
-    (work / "build_info.cpp").write_text(f'extern "C" {{ {visible} extern const char opshim_build_info[] = {text}; }}\n')
+    (work / "build_info.cpp").write_text(
+        f'extern "C" {{ {visible} extern const char opshim_build_info[] = {text}; }}\n'
+    )
 
     objects = user_cache() / "objects"
     objects.mkdir(parents=True, exist_ok=True)
@@ -193,7 +195,9 @@ def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: P
 def _first_errors(output: str, spec: Spec) -> str:
     """The lines of a failed build that say what is wrong, with the sources' real folder."""
     lines = [line.strip() for line in output.splitlines() if not line.startswith(("ninja:", "[", "FAILED:"))]
-    telling = [line for line in lines if "error" in line.lower() or "undefined reference" in line or "not found" in line]
+    telling = [
+        line for line in lines if "error" in line.lower() or "undefined reference" in line or "not found" in line
+    ]
     names = {file.name for file in spec.folder.iterdir()}
     chosen = (telling or lines)[:3]
     return "; ".join(f"{spec.folder}/{line}" if line.split(":")[0] in names else line for line in chosen)

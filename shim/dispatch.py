@@ -45,6 +45,24 @@ _STICKY = (
     "operation not supported on global/shared address space",
 )
 
+# A call that nothing stands in the way of. Written out for the op's own parameters, as handing *args and **kwargs on
+# from function to function would cost more than all the rest.
+_DIRECT = """
+def {op}({names}):
+    check({names})
+    if supports is not None:
+        verdict = supports({names})
+        if verdict is not True:
+            return walk(({names},), 1, [(first, verdict)])
+    try:
+        result = function({names})
+    except Exception as error:
+        failed(first, error, ({names},))
+        return walk(({names},), 1)
+    counters.values[{calls}] += 1
+    return result
+"""
+
 
 @dataclass(eq=False)
 class Candidate:
@@ -73,7 +91,7 @@ class Candidate:
 
 
 class Chain:
-    """The resolved chain of an op on a device type. `call(*args, **kwargs)` is the op."""
+    """The resolved chain of an op on a device type. `call(*args)` is the op."""
 
     def __init__(self, op: Op, device: str, policy: Policy | None = None, clock: Callable[[], float] = time.monotonic):
         self.op, self.device, self.policy, self.clock = op, device, policy or policies.current(), clock
@@ -167,38 +185,45 @@ class Chain:
             self.call = self._call_with_care
 
     def _direct(self, first: Candidate) -> Callable:
-        check, function, supports, calls = self.op.check, first.function, first.supports, first.slot + CALLS
-        walk, failed, store = self._walk, self._failed, counters
-
-        def call(*args, **kwargs):
-            check(*args, **kwargs)
-            if supports is not None:
-                verdict = supports(*args, **kwargs)
-                if verdict is not True:
-                    return walk(args, kwargs, 1, [(first, verdict)])
-            try:
-                result = function(*args, **kwargs)
-            except Exception as error:
-                failed(first, error, args, kwargs)
-                return walk(args, kwargs, 1, [])
-            store.values[calls] += 1
-            return result
-
+        names = ", ".join(self.op.signature.parameters)
+        scope = {
+            "check": self.op.check,
+            "supports": first.supports,
+            "function": first.function,
+            "first": first,
+            "walk": self._walk,
+            "failed": self._failed,
+            "counters": counters,
+        }
+        source = _DIRECT.format(op=self.op.name, names=names, calls=first.slot + CALLS)
+        exec(source, scope)  # noqa: S102
+        call = scope[self.op.name]
+        call.__defaults__ = self.op.reference.__defaults__
         return call
 
     def _call_with_care(self, *args, **kwargs):
-        self.op.check(*args, **kwargs)
-        return self._walk(args, kwargs)
+        args = self._positional(args, kwargs)
+        self.op.check(*args)
+        return self._walk(args)
+
+    def _positional(self, args, kwargs) -> tuple:
+        try:
+            bound = self.op.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self.op.name}: {error}") from None
+        bound.apply_defaults()
+        return bound.args
 
     def _call_lacking(self, *args, **kwargs):
         if self.clock() >= self.retry_at:
             for library in self.libraries():
                 library.reset()
+            self.op.chains.clear()
             chain = self.op.chains[self.device] = Chain(self.op, self.device, self.policy, self.clock)
             return chain.call(*args, **kwargs)
         return self._call_with_care(*args, **kwargs)
 
-    def _walk(self, args, kwargs, start: int = 0, refused: list | None = None):
+    def _walk(self, args, start: int = 0, refused: list | None = None):
         """Asks the candidates from `start` on, one after the other, then the reference as far as policy and domain
         let it. `refused`: candidates that were left and the reason."""
         refused = refused or []
@@ -206,14 +231,14 @@ class Chain:
             if one.breaker.is_open():
                 refused.append((one, "breaker open after failures in a row"))
                 continue
-            verdict = True if one.supports is None else one.supports(*args, **kwargs)
+            verdict = True if one.supports is None else one.supports(*args)
             if verdict is not True:
                 refused.append((one, verdict))
                 continue
             try:
-                result = one.function(*args, **kwargs)
+                result = one.function(*args)
             except Exception as error:
-                self._failed(one, error, args, kwargs)
+                self._failed(one, error, args)
                 continue
             counters.values[one.slot + CALLS] += 1
             if one.breaker.failures:
@@ -221,25 +246,25 @@ class Chain:
                 self._install()
             self._note(refused, one)
             return result
-        return self._last(args, kwargs, refused)
+        return self._last(args, refused)
 
-    def _last(self, args, kwargs, refused: list):
-        outside = self.op.in_domain(*args, **kwargs)
+    def _last(self, args, refused: list):
+        outside = self.op.in_domain(*args)
         if outside is True:
             if not self.falls_back:
                 reasons = "; ".join(f"{one.label}: {reason}" for one, reason in refused)
                 raise OpUnavailableError(
                     f"{self.op.name}: {'every candidate refused the call' if refused else 'no implementation'} on "
                     f"{self.device} under policy {self.policy.mode}{f' ({reasons})' if reasons else ''}\n"
-                    f"{table.text([self])}\ncalled with\n{describe(self.op, args, kwargs)}"
+                    f"{table.text([self])}\ncalled with\n{describe(self.op, args)}"
                 )
             self._note(refused, self.reference)
         else:
             counters.values[self.reference.slot + OUTSIDE] += 1
         try:
-            result = self.op.reference(*args, **kwargs)
+            result = self.op.reference(*args)
         except Exception as error:
-            self._failed(self.reference, error, args, kwargs)
+            self._failed(self.reference, error, args)
         counters.values[self.reference.slot + CALLS] += 1
         return result
 
@@ -249,7 +274,7 @@ class Chain:
                 counters.values[one.slot + REFUSALS] += 1
                 self._warn("refused", f"a call was served by {server.label}, as {one.label} does not take it: {reason}")
 
-    def _failed(self, one: Candidate, error: Exception, args, kwargs) -> None:
+    def _failed(self, one: Candidate, error: Exception, args) -> None:
         """Counts a failure; raises where the policy lets nobody else answer."""
         if isinstance(error, OpArgumentError):
             raise error
@@ -259,7 +284,7 @@ class Chain:
             raise OpExecutionError(
                 f"{self.op.name}: {one.label} failed on {self.device}: {type(error).__name__}: {error}"
                 f"{' (the device is lost to this process)' if sticky else ''}\n"
-                f"called with\n{describe(self.op, args, kwargs)}"
+                f"called with\n{describe(self.op, args)}"
             ) from error
         one.breaker.failed()
         self._warn(
@@ -297,10 +322,10 @@ def is_sticky(error: BaseException) -> bool:
     return ("CUDA error" in text or "HIP error" in text) and any(words in text for words in _STICKY)
 
 
-def describe(op: Op, args, kwargs) -> str:
+def describe(op: Op, args) -> str:
     """Every argument of a call in one line each: shape, dtype, strides and device of tensors, the value of others."""
     lines = []
-    for name, value in op.signature.bind(*args, **kwargs).arguments.items():
+    for name, value in zip(op.signature.parameters, args):
         if hasattr(value, "stride"):
             value = f"{list(value.shape)} {str(value.dtype)[6:]} strides {list(value.stride())} {value.device}"
         lines.append(f"  {name}: {value}")

@@ -75,7 +75,7 @@ class Op:
         self.check: Callable = _accept
         self.in_domain: Callable = _accept
         self.example: Callable | None = None  # (generator, device, dtype, **sizes) -> dict of arguments
-        self.chains: dict[str, Any] = {}
+        self.chains: dict[str | torch.device, Any] = {}  # by device type, and the same chains by tensors' devices
         self.__doc__ = reference.__doc__
         self.library = _library
         self._first = next(iter(self.signature.parameters))
@@ -127,7 +127,7 @@ class Op:
         if is_dynamo_compiling():
             return self.torch_op(*args, **kwargs)
         try:
-            chain = self.chains[(args[0] if args else kwargs[self._first]).device.type]
+            chain = self.chains[(args[0] if args else kwargs[self._first]).device]
         except (KeyError, AttributeError):
             chain = self._resolve(args, kwargs)
         return chain.call(*args, **kwargs)
@@ -139,7 +139,8 @@ class Op:
             raise TypeError(f"{self.name}: {error}; it takes {_bare(self.signature)}") from None
         if not isinstance(first, torch.Tensor):
             raise OpArgumentError(self.name, self._first, "a tensor", type(first).__name__)
-        return self.chain(first.device.type)
+        chain = self.chains[first.device] = self.chain(first.device.type)
+        return chain
 
     def __repr__(self) -> str:
         return f"<Op {self.name}{self.signature}>"
@@ -158,6 +159,9 @@ def op(*, mutates: tuple[str, ...] = ()) -> Callable[[Callable], Op]:
             first = where(_registry[name].reference)
             raise RegistrationError(f"op '{name}' declared twice, first at {first}, again at {where(reference)}")
         new = Op(reference, mutates)
+        odd = [one.name for one in new.signature.parameters.values() if one.kind is not one.POSITIONAL_OR_KEYWORD]
+        if odd:
+            raise RegistrationError(f"op '{name}': {odd} must be plain parameters; at {where(reference)}")
         schema = torch.library.infer_schema(reference, mutates_args=mutates)
         _library.define(name + schema)
         for key in ("CPU", "CUDA"):
