@@ -3,9 +3,9 @@
 A case module (`conformance/cases/<family>.py`) is a list of tables, one per clause of the op's contract:
 
     CASES = [
-        *table("topk_softmax", "odd_experts", sizes=[dict(T=3, E=e, topk=1) for e in (1, 3, 60, 257)]),
-        *table("topk_softmax", "nan_row", sizes=[dict(T=4, E=60, topk=4)], make=nan_row),
-        *table("topk_softmax", "topk_above_experts", sizes=[dict(T=4, E=2, topk=3)], raises="topk"),
+        *table("topk_softmax", "odd_experts", sizes=[{"T": 3, "E": e, "topk": 1} for e in (1, 3, 60, 257)]),
+        *table("topk_softmax", "nan_row", sizes=[{"T": 4, "E": 60, "topk": 4}], make=nan_row),
+        *table("topk_softmax", "topk_above_experts", sizes=[{"T": 4, "E": 2, "topk": 3}], raises="topk"),
     ]
 
     def nan_row(generator, device, dtype, **sizes):

@@ -89,9 +89,18 @@ class Result:
     message: str = ""
     ratio: float = 0.0  # worst error over budget; above 1 is a failure
     findings: list[dict[str, Any]] = field(default_factory=list)
+    arguments: dict[str, str] = field(default_factory=dict)  # of a failure: each argument in words
     provider_ms: float | None = None
     reference_ms: float | None = None
     build: str = ""
+
+    @classmethod
+    def of(cls, case: Case, provider: str, device: str, base_seed: int) -> Result:
+        """What is known before the case is run."""
+        sizes = {name: _plain(value) for name, value in case.sizes.items()}
+        dtype = DTYPE_NAMES.get(case.dtype, str(case.dtype))
+        seed = case.seed(base_seed)
+        return cls(case.id, case.op, case.kind, sizes, dtype, case.level, provider, device, seed)
 
     def failed(self, reason: str, message: str) -> Result:
         self.status, self.reason, self.message = "fail", reason, message
@@ -111,18 +120,25 @@ class Result:
 
 def run(case: Case, target: Target, base_seed: int = 0) -> Result:
     """Runs the case; never raises for what the provider does, only for a broken case or reference."""
-    result = Result(
-        case.id, case.op, case.kind, {k: _plain(v) for k, v in case.sizes.items()},
-        DTYPE_NAMES.get(case.dtype, str(case.dtype)), case.level, target.provider, target.device, case.seed(base_seed),
-        build=target.build,
-    )  # fmt: skip
+    result = Result.of(case, target.provider, target.device, base_seed)
+    result.build = target.build
     if target.missing:
         return result.skipped("not_offered", target.missing)
     if target.unavailable:
         return result.failed("unavailable", target.unavailable)
-    arguments = case.arguments(target.device, result.seed)
-    if case.raises:
-        return _must_refuse(case, target, arguments, result)
+    _must_refuse(case, target, result) if case.raises else _must_be_right(case, target, result)
+    if result.status == "fail":
+        result.arguments = in_words(case.arguments(target.device, result.seed))
+    return result
+
+
+def _must_be_right(case: Case, target: Target, result: Result) -> Result:
+    """The provider refuses the call, or does what the reference does."""
+
+    def fresh() -> dict[str, Any]:
+        return case.arguments(target.device, result.seed)
+
+    arguments = fresh()
     target.op.check(**arguments)
     refusal = target.refusal(arguments)
     if refusal:
@@ -131,28 +147,31 @@ def run(case: Case, target: Target, base_seed: int = 0) -> Result:
     watch = Watch(arguments, target.op.mutates)
     try:
         with poisoned_memory():
-            returned, result.provider_ms = _timed(target, arguments)
+            returned, result.provider_ms = _timed(target.function, arguments, target.device)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
         return result.failed("raised", _told(error))
-    fresh = case.arguments(target.device, result.seed)
-    plain, result.reference_ms = _timed(Target(target.op, "reference", target.device, target.op.reference), fresh)
+    plain_arguments = fresh()
+    plain, result.reference_ms = _timed(target.op.reference, plain_arguments, target.device)
     wrong = watch.findings(returned) or _structure(returned, plain)
     if wrong:
         return result.judged(wrong)
-
-    evaluation = Evaluation(
-        op=case.op,
-        arguments=case.arguments(target.device, result.seed),
-        actual=results_of(target.op, returned, arguments),
-        exact=exact_results(target.op, case.arguments(target.device, result.seed), double),
-        plain=results_of(target.op, plain, fresh),
-        move=lambda: exact_results(target.op, case.arguments(target.device, result.seed), compare.moved),
+    return result.judged(
+        (case.compare or compare.by_budget)(
+            Evaluation(
+                op=case.op,
+                arguments=fresh(),
+                actual=results_of(target.op, returned, arguments),
+                exact=exact_results(target.op, fresh(), double),
+                plain=results_of(target.op, plain, plain_arguments),
+                move=lambda: exact_results(target.op, fresh(), compare.moved),
+            )
+        )
     )
-    return result.judged((case.compare or compare.by_budget)(evaluation))
 
 
-def _must_refuse(case: Case, target: Target, arguments: dict[str, Any], result: Result) -> Result:
+def _must_refuse(case: Case, target: Target, result: Result) -> Result:
     """The call is wrong: an OpArgumentError must name the argument before anything is written."""
+    arguments = case.arguments(target.device, result.seed)
     watch = Watch({k: v for k, v in arguments.items() if isinstance(v, Tensor)}, ())
     try:
         target.op.check(**arguments)
@@ -213,13 +232,26 @@ def _structure(returned: Any, plain: Any) -> list[Finding]:
     return []
 
 
-def _timed(target: Target, arguments: dict[str, Any]) -> tuple[Any, float]:
+def _timed(function: Callable, arguments: dict[str, Any], device: str) -> tuple[Any, float]:
     """What the call returned, and its milliseconds; an error of an asynchronous device is raised here."""
     start = time.perf_counter()
-    returned = target.function(**arguments)
-    if target.device == "cuda":
+    returned = function(**arguments)
+    if device == "cuda":
         torch.cuda.synchronize()
     return returned, 1e3 * (time.perf_counter() - start)
+
+
+def in_words(arguments: dict[str, Any]) -> dict[str, str]:
+    """Each argument as text: shape, dtype and strides of a tensor and a few of its values, the value of others."""
+    words = {}
+    for name, value in arguments.items():
+        words[name] = repr(value)
+        if isinstance(value, Tensor):
+            dtype, some = str(value.dtype).removeprefix("torch."), value.flatten()[:8].tolist()
+            shown = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in some)
+            more = ", ..." if value.numel() > len(some) else ""
+            words[name] = f"{dtype} {list(value.shape)} strides {list(value.stride())} = [{shown}{more}]"
+    return words
 
 
 def describe(finding: Finding) -> str:

@@ -1,0 +1,53 @@
+"""`runner.py conform`: the suite on one provider, in parallel, with an exit code to build on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import shim
+from conformance import report
+from conformance.report.text import text
+from conformance.selection import Selection
+
+ROOT = Path(__file__).resolve().parents[1]
+PASS, FAIL, USAGE = 0, 1, 2
+
+
+def conform(
+    ops: Sequence[str] = (),
+    provider: str = "native",
+    provider_files: Sequence[str] = (),
+    device: str = "cpu",
+    level: str = "quick",
+    json_out: str | None = None,
+    seed: int = 0,
+) -> int:
+    """Tests the provider and prints what a kernel's author needs. 0: full pass, 1: any failure, 2: wrong usage.
+
+    No ops: every op that the provider implements. json_out: all reports in one file (schema: conformance/report).
+    """
+    files = [str(Path(file).resolve()) for file in provider_files]
+    try:
+        selection = Selection.make(ops, provider, files, device, level, seed)
+    except shim.OpshimError as error:
+        print(f"conform: {error}", file=sys.stderr)
+        return USAGE
+    with tempfile.TemporaryDirectory(prefix="opshim-conform-") as folder:
+        options = {"provider": provider, "device": device, "level": level, "seed": seed, "report-dir": folder}
+        given = [f"--{name}={value}" for name, value in options.items()]
+        given += [f"--op={op}" for op in selection.ops] + [f"--provider-file={file}" for file in files]
+        pytest = [sys.executable, "-m", "pytest", "conformance/test_cases.py", "-n", "auto", *given]
+        quiet = ["--rootdir", str(ROOT), "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
+        done = subprocess.run([*pytest, *quiet], cwd=ROOT, capture_output=True, text=True, check=False)
+        if not (Path(folder) / "index.json").exists():
+            print(done.stdout, done.stderr, "conform: the run ended before its report", sep="\n", file=sys.stderr)
+            return FAIL
+        reports = report.read(Path(folder))
+    print(text(reports))
+    if json_out:
+        report.save(Path(json_out), report.merged(reports))
+    return PASS if done.returncode == 0 and all(one["summary"]["verdict"] == "pass" for one in reports) else FAIL

@@ -1,0 +1,57 @@
+"""A run's reports as text for the author of a kernel: what failed, on which input, and how close the rest came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+SHOWN = 3  # failures told in full, per kind
+
+
+def text(reports: list[dict[str, Any]]) -> str:
+    """One paragraph per report; of a full pass one line."""
+    lines = []
+    width = max((len(report["op"]) for report in reports), default=0)
+    for report in reports:
+        summary = report["summary"]
+        counts = ", ".join(f"{summary[what]} {what}" for what in ("passed", "failed", "skipped") if summary[what])
+        worst = summary["worst"]
+        near = f"; worst error {worst['ratio']:.2f} of its budget" if worst and worst["ratio"] else ""
+        where = f"{report['op']:{width}}  {report['provider']}  {report['device']}"
+        lines.append(f"{summary['verdict'].upper():4}  {where}  {counts}{near}")
+        if summary["verdict"] != "pass":
+            lines += _kinds(summary["kinds"])
+        lines += _failures(report["cases"])
+        lines += _skips(report["cases"])
+    return "\n".join(lines)
+
+
+def _kinds(kinds: dict[str, dict[str, Any]]) -> list[str]:
+    width = max(map(len, kinds))
+    lines = [f"      {'kind':{width}}  passed  failed  skipped  worst error/budget"]
+    for kind, counts in kinds.items():
+        row = f"{counts['passed']:6}  {counts['failed']:6}  {counts['skipped']:7}  {float(counts['worst']):.3g}"
+        lines.append(f"      {kind:{width}}  {row}")
+    return lines
+
+
+def _failures(cases: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    failed = [case for case in cases if case["status"] == "fail"]
+    for kind in dict.fromkeys(case["kind"] for case in failed):
+        same = [case for case in failed if case["kind"] == kind]
+        for case in same[:SHOWN]:
+            lines.append(f"  {case['case']}  (seed {case['seed']})")
+            lines.append(f"      {case['reason']}: {case['message']}")
+            lines += [f"        {name}: {value}" for name, value in case["arguments"].items()]
+        if len(same) > SHOWN:
+            lines.append(f"  ... and {len(same) - SHOWN} more of kind {kind}")
+    return lines
+
+
+def _skips(cases: list[dict[str, Any]]) -> list[str]:
+    reasons: dict[str, int] = {}
+    for case in cases:
+        if case["status"] == "skip":
+            reason = f"{case['reason']}: {case['message']}"
+            reasons[reason] = reasons.get(reason, 0) + 1
+    return [f"      {count} skipped, {reason}" for reason, count in reasons.items()]
