@@ -18,9 +18,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -112,19 +112,16 @@ class Built:
     note: str = ""
 
 
-def build_all(folder: Path | None = None) -> list[Built]:
+def build_all(folder: Path | None = None, specs: Iterable[Spec] | None = None) -> list[Built]:
     """Builds every library of this tree, into `folder` or the package; into the user cache where that is read-only."""
     results = []
-    for spec in (cpu_spec(),):
+    for spec in [cpu_spec()] if specs is None else specs:
         target = folder or spec.package
-        try:
-            target.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=target):
-                pass
+        if _writable(target):
             results.append(build(spec, target))
-        except OSError as error:
+        else:
             built = build(spec, user_cache() / f"{spec.name}-{spec.identity().key}")
-            results.append(Built(built.path, built.identity, built.seconds, f"{target} cannot be written ({error})"))
+            results.append(replace(built, note=f"{target} cannot be written"))
     return results
 
 
@@ -165,8 +162,7 @@ def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: P
         f'extern "C" {{ {visible} extern const char opshim_build_info[] = {text}; }}\n'
     )
 
-    objects = user_cache() / "objects"
-    objects.mkdir(parents=True, exist_ok=True)
+    objects = _writable(user_cache() / "objects") or work
     headers = {name: content for name, content in snapshot.items() if Path(name).match(spec.headers)}
     command = " ".join(map(shlex.quote, compiler))
     rules = [
@@ -227,6 +223,15 @@ def _hash(thing) -> str:
 
 def _escape(path: Path) -> str:
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+def _writable(folder: Path) -> Path | None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        return None
 
 
 @contextmanager

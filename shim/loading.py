@@ -194,7 +194,7 @@ def _wrap(raw, name: str, codes: str) -> Callable:
 
 def user_cache() -> Path:
     """OPSHIM_CACHE, or ~/.cache/opshim."""
-    return Path(os.environ.get("OPSHIM_CACHE") or Path.home() / ".cache" / "opshim")
+    return Path(os.environ.get("OPSHIM_CACHE") or Path.home() / ".cache" / "opshim").absolute()
 
 
 def shown(path: Path) -> str:

@@ -1,0 +1,21 @@
+"""Fixtures for the tests of the shim."""
+
+import pytest
+
+from shim import dispatch, health, policy
+from shim.op import temporary
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch):
+    """A clean shim: ops and providers registered by the test are forgotten, no OPSHIM_ variable is set but the cache,
+    the policy is the default; gives the test's folder."""
+    for name in ("POLICY", "PROVIDER", "PROVIDER_FILES", "LIBRARY_PATH", "RUN_DIR", "CPU_ISA"):
+        monkeypatch.delenv(f"OPSHIM_{name}", raising=False)
+    monkeypatch.setenv("OPSHIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(dispatch, "_warned", set())
+    policy.set_policy(None)
+    with temporary():
+        yield tmp_path
+    policy.set_policy(None)
+    health.counters.open(None)
