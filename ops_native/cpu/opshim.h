@@ -76,19 +76,15 @@ template <> inline f16 from_f32<f16>(float x) {
 }
 
 // ---- vectors: load and store of W elements, and of the first n < W (the rest reads as 0, is not touched) -----------
-inline vf load(const float* p) { vf v; std::memcpy(&v, p, sizeof v); return v; }
-inline void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
-inline vf load(const bf16* p) {
-  vh h;
-  std::memcpy(&h, p, sizeof h);
-  return bits<vf>(__builtin_convertvector(h, vu) << 16);
-}
+// (by the vector types, which may be unaligned: memcpy of a vector is split in two for AVX2, and its reload stalls)
+inline vf load(const float* p) { return *(const vf*)p; }
+inline void store(float* p, vf v) { *(vf*)p = v; }
+inline vf load(const bf16* p) { return bits<vf>(__builtin_convertvector(*(const vh*)p, vu) << 16); }
 inline void store(bf16* p, vf v) {
   const vu u = bits<vu>(v);
   const vu rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16, quiet = (u >> 16) | 0x40u;
   const vu nan = bits<vu>(vi((u & 0x7fffffffu) > 0x7f800000u));
-  const vh h = __builtin_convertvector((rounded & ~nan) | (quiet & nan), vh);
-  std::memcpy(p, &h, sizeof h);
+  *(vh*)p = __builtin_convertvector((rounded & ~nan) | (quiet & nan), vh);
 }
 inline vf load(const f16* p) {
 #if defined(__AVX512F__)
