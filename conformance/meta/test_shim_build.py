@@ -1,0 +1,191 @@
+"""Building: once for many processes, nothing half-written, only what changed, and the reason where it cannot be."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from conformance.meta.scratch import script, tiny_spec
+from ops_native import build
+from ops_native.build import build as build_library
+from shim.errors import BuildError
+from shim.loading import examine
+
+fork = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def logged(scratch, monkeypatch):
+    """A compiler that logs what it does; gives a function that returns the log: "compile a.cpp", "link"."""
+    log = scratch / "log"
+    log.touch()
+    body = (
+        f'case "$*" in *-c\\ *) echo "compile $(echo "$*" | sed "s/.*-c \\([^ ]*\\).*/\\1/")" >> {log};; '
+        f'*--version*) ;; *) echo link >> {log};; esac\nexec g++ "$@"'
+    )
+    monkeypatch.setenv("CXX", str(script(scratch / "cxx", body)))
+    return lambda: sorted(log.read_text().split("\n")[:-1])
+
+
+def test_second_build_does_nothing(scratch, logged):
+    spec = tiny_spec(scratch)
+    built = build_library(spec, scratch / "lib")
+    before = logged()
+    assert before == ["compile build_info.cpp", "compile double_it.cpp", "link"]
+    assert examine(built.path, built.identity) is None
+    assert build_library(spec, scratch / "lib").seconds == 0.0
+    assert logged() == before
+
+
+def test_only_what_changed_is_compiled_again(scratch, logged):
+    spec = tiny_spec(scratch, "one", "two")
+    build_library(spec, scratch / "lib")
+    before = logged()
+    with open(spec.folder / "two.cpp", "a") as file:
+        file.write("// edited\n")
+    build_library(spec, scratch / "lib")
+    assert logged() == sorted([*before, "compile build_info.cpp", "compile two.cpp", "link"])
+
+
+def test_edited_header_compiles_everything_again_whatever_its_time(scratch, logged):
+    spec = tiny_spec(scratch)
+    header = spec.folder / "common.h"
+    header.write_text("// old\n")
+    old = build_library(spec, scratch / "lib").identity
+    header.write_text("// new\n")
+    os.utime(header, (0, 0))
+    assert build_library(spec, scratch / "lib").identity != old
+    assert logged().count("compile double_it.cpp") == 2
+
+
+def test_variants_are_linked_in_their_order(scratch, monkeypatch):
+    log = scratch / "log"
+    body = f'case "$*" in *-shared*) echo "$*" > {log};; esac\nexec g++ "$@"'
+    monkeypatch.setenv("CXX", str(script(scratch / "cxx", body)))
+    spec = tiny_spec(scratch)
+    spec = build.replace(
+        spec, variants=(("base", ("-Ddouble_it=f_base",)), ("avx2", ("-Ddouble_it=f_avx2",)), ("a", ("-Ddouble_it=f",)))
+    )
+    build_library(spec, scratch / "lib")
+    objects = [word.split("/")[-1].split("-")[1] for word in log.read_text().split() if "double_it-" in word]
+    assert objects == ["base", "avx2", "a"]
+
+
+def test_many_processes_build_once(scratch, logged):
+    spec = tiny_spec(scratch)
+    children = [fork.Process(target=build_library, args=(spec, scratch / "lib")) for _ in range(4)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    assert [child.exitcode for child in children] == [0] * 4
+    assert logged() == ["compile build_info.cpp", "compile double_it.cpp", "link"]
+
+
+def test_killed_build_leaves_nothing_half_written(scratch, monkeypatch):
+    spec, target = tiny_spec(scratch), scratch / "lib"
+    started = scratch / "started"
+    body = f'case "$*" in *-shared*) echo half > libtiny.so; touch {started}; sleep 60;; esac\nexec g++ "$@"'
+    monkeypatch.setenv("CXX", str(script(scratch / "cxx", body)))
+
+    def work():
+        os.setsid()
+        build_library(spec, target)
+
+    child = fork.Process(target=work)
+    child.start()
+    deadline = time.monotonic() + 60
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(child.pid, signal.SIGKILL)
+    child.join()
+    assert not (target / "libtiny.so").exists()
+    assert list(target.glob("*.build")) or list(target.glob(".*.build"))
+    monkeypatch.delenv("CXX")
+    built = build_library(spec, target)
+    assert examine(built.path, built.identity) is None
+    assert sorted(path.name for path in target.iterdir()) == [".tiny.lock", "libtiny.so"]
+
+
+def test_failing_compile_shows_the_compilers_message(scratch):
+    spec = tiny_spec(scratch)
+    source = spec.folder / "double_it.cpp"
+    source.write_text("int f() {\n  return undeclared_thing;\n}\n")
+    with pytest.raises(BuildError) as error:
+        build_library(spec, scratch / "lib")
+    assert f"{source}:2:" in str(error.value)
+    assert "undeclared_thing" in str(error.value)
+    assert error.value.lasting
+    assert [path.name for path in (scratch / "lib").iterdir()] == [".tiny.lock"]
+
+
+def test_compiler_killed_by_the_system_is_worth_another_try(scratch, monkeypatch):
+    body = 'case "$*" in *-c*) echo "g++: fatal error: Killed signal terminated program cc1plus"; exit 1;; esac; exec g++ "$@"'
+    monkeypatch.setenv("CXX", str(script(scratch / "cxx", body)))
+    with pytest.raises(BuildError, match="Killed") as error:
+        build_library(tiny_spec(scratch), scratch / "lib")
+    assert not error.value.lasting
+
+
+def test_no_compiler_is_said(scratch, monkeypatch):
+    spec = tiny_spec(scratch)
+    monkeypatch.setenv("CXX", "no-such-compiler -x")
+    with pytest.raises(BuildError, match="no compiler: CXX names no-such-compiler, which is not on the PATH"):
+        build_library(spec, scratch / "lib")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(scratch))
+    with pytest.raises(BuildError, match="none of g.., c.., clang.. is on the PATH, CXX is not set"):
+        build_library(spec, scratch / "lib")
+    assert spec.identity().compiler is None
+
+
+def test_no_ninja_is_said(scratch, monkeypatch):
+    import shutil
+
+    monkeypatch.setenv("CXX", shutil.which("g++"))
+    monkeypatch.setenv("PATH", str(scratch))
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(BuildError, match="no ninja"):
+        build_library(tiny_spec(scratch), scratch / "lib")
+
+
+def test_missing_sources_are_said(scratch):
+    spec = tiny_spec(scratch)
+    (spec.folder / "double_it.cpp").unlink()
+    with pytest.raises(BuildError, match=r"no sources \*.cpp in .*sources"):
+        build_library(spec, scratch / "lib")
+
+
+def test_folder_that_cannot_be_written_is_said(scratch):
+    (scratch / "file").write_text("")
+    with pytest.raises(BuildError, match=r"cannot build libtiny.so in .*file/lib: .*Not a directory"):
+        build_library(tiny_spec(scratch), scratch / "file" / "lib")
+
+
+def test_read_only_package_is_built_into_the_user_cache(scratch):
+    (scratch / "file").write_text("")
+    spec = build.replace(tiny_spec(scratch), package=scratch / "file" / "lib")
+    (built,) = build.build_all(specs=[spec])
+    assert built.path == scratch / "cache" / f"tiny-{built.identity.key}" / "libtiny.so"
+    assert built.note == f"{spec.package} cannot be written"
+
+
+def test_build_without_a_user_cache_goes_on(scratch, monkeypatch):
+    (scratch / "file").write_text("")
+    monkeypatch.setenv("OPSHIM_CACHE", str(scratch / "file" / "cache"))
+    built = build_library(tiny_spec(scratch), scratch / "lib")
+    assert examine(built.path, built.identity) is None
+
+
+def test_objects_of_long_ago_are_removed(scratch):
+    spec = tiny_spec(scratch)
+    build_library(spec, scratch / "lib")
+    (old,) = (scratch / "cache" / "objects").glob("double_it-*.o")
+    os.utime(old, (0, 0))
+    with open(spec.folder / "double_it.cpp", "a") as file:
+        file.write("// edited\n")
+    build_library(spec, scratch / "lib")
+    assert not old.exists()

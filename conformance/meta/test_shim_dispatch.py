@@ -1,0 +1,299 @@
+"""The chain: who serves under which policy, what a failure or a refusal leads to, and what is said about it."""
+
+import itertools
+import logging
+
+import pytest
+import torch
+
+import shim
+from conformance.meta.scratch import Clock, double_native, double_op, provider, tiny_library
+from shim import dispatch, health
+from shim.dispatch import Chain
+from shim.policy import Policy, using
+
+X = torch.ones(3)
+numbers = itertools.count()
+
+
+def states(chain):
+    return {one.label: one.state for one in chain.candidates}
+
+
+def counts(op):
+    return {row.candidate: row[2:] for row in health.summary() if row.op == op.name}
+
+
+@pytest.fixture
+def op(scratch):
+    """An op of its own name, so that its counters start at zero."""
+    return double_op(f"double_{next(numbers)}")
+
+
+# ---- who serves -----------------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_providers_in_order_then_the_reference(op):
+    provider(op, "p", available=lambda: "libp.so has no symbol p")
+    provider(op, "q", result=8.0)
+    chain = Chain(op, "cpu")
+    assert [(one.label, one.state) for one in chain.candidates] == [
+        ("p", "unavailable"),
+        ("q", "selected"),
+        ("native", "unavailable"),
+        ("reference", "ready"),
+    ]
+    assert chain.candidates[0].reason == "libp.so has no symbol p"
+    assert chain.call(X)[0].item() == 8.0
+
+
+def test_choice_comes_first_and_others_stand_behind_it_under_auto(op):
+    provider(op, "p")
+    provider(op, "q", result=8.0)
+    chain = Chain(op, "cpu", Policy("auto", {op.name: "q"}))
+    assert [one.label for one in chain.candidates] == ["q", "p", "native", "reference"]
+    assert chain.selected.label == "q"
+
+
+@pytest.mark.parametrize("mode", ["strict", "reference"])
+def test_choice_serves_alone_under_strict_and_reference(op, mode):
+    provider(op, "p")
+    provider(op, "q", result=8.0)
+    chain = Chain(op, "cpu", Policy(mode, {op.name: "q"}))
+    assert states(chain) == {"q": "selected", "p": "not chosen", "native": "unavailable", "reference": "ready"}
+    assert [one.label for one in chain.order] == ["q"]
+
+
+def test_explicit_provider_serves_only_where_it_is_chosen(op):
+    provider(op, "p", explicit=True)
+    assert states(Chain(op, "cpu"))["p"] == "not chosen"
+    assert states(Chain(op, "cpu", Policy("auto", {op.name: "p"})))["p"] == "selected"
+
+
+def test_provider_of_another_device_is_no_candidate(op):
+    provider(op, "p", device="cuda")
+    assert "p" not in states(Chain(op, "cpu"))
+
+
+def test_reference_policy_serves_the_reference_everywhere(op):
+    provider(op, "p")
+    chain = Chain(op, "cpu", Policy("reference"))
+    assert states(chain)["reference"] == "selected"
+    assert chain.call(X)[0].item() == 2.0
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto", "reference"])
+def test_reference_may_be_chosen_for_one_op_under_every_policy(op, mode):
+    provider(op, "p")
+    chain = Chain(op, "cpu", Policy(mode, {op.name: "reference"}))
+    assert chain.selected.label == "reference"
+    assert chain.call(X)[0].item() == 2.0
+    assert counts(op)["reference"] == (1, 0, 0, 0)
+
+
+def test_strict_without_native_raises_with_the_table(op):
+    provider(op, "p", available=lambda: "libp.so is missing")
+    with using(Policy("strict")), pytest.raises(shim.OpUnavailableError) as error:
+        op(X)
+    assert "libp.so is missing" in str(error.value)
+    assert "no native implementation for cpu" in str(error.value)
+    assert "x: [3] float32 strides [1] cpu" in str(error.value)
+
+
+def test_require_lists_every_unserved_op_with_its_table(op):
+    served = double_op("served")
+    provider(served, "p")
+    with pytest.raises(shim.OpUnavailableError) as error:
+        dispatch.require([op.name, "served"], "cpu", Policy("strict"))
+    assert str(error.value).startswith(f"no implementation under policy strict for {op.name}\n{op.name}   cpu\n")
+    assert [chain.selected.label for chain in dispatch.require([op.name, "served"])] == ["reference", "p"]
+
+
+# ---- guards and the domain ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_outside_the_domain_the_reference_serves_and_it_is_counted(op, mode, caplog):
+    provider(op, "p", supports=lambda x, times=1: x.dtype == torch.float32 or "needs float32")
+    with using(Policy(mode)):
+        assert op(X.double())[0].item() == 2.0
+    assert counts(op) == {"reference": (1, 0, 0, 1)}
+    assert not caplog.records
+
+
+def test_refusal_inside_the_domain_is_an_error_under_strict(op):
+    provider(op, "p", supports=lambda x, times=1: "needs an even size")
+    with using(Policy("strict")), pytest.raises(shim.OpUnavailableError, match="p: needs an even size"):
+        op(X)
+
+
+def test_refusal_inside_the_domain_falls_back_under_auto_with_one_warning(op, caplog):
+    provider(op, "p", supports=lambda x, times=1: "needs an even size")
+    for _ in range(3):
+        assert op(X)[0].item() == 2.0
+    assert counts(op) == {"p": (0, 0, 3, 0), "reference": (3, 0, 0, 0)}
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "needs an even size" in caplog.text
+
+
+def test_refused_call_goes_to_the_next_provider_even_under_strict(op):
+    provider(op, "p", supports=lambda x, times=1: "needs an even size")
+    provider(op, "q", result=8.0)
+    with using(Policy("strict")):
+        assert op(X)[0].item() == 8.0
+
+
+def test_wrong_argument_is_raised_before_any_provider_and_counts_for_nobody(op):
+    calls = provider(op, "p")
+    for mode in ("strict", "auto", "reference"):
+        with using(Policy(mode)), pytest.raises(shim.OpArgumentError, match="argument 'x': expected float32"):
+            op(X.half())
+    assert not calls
+    assert counts(op) == {}
+
+
+def test_argument_error_of_a_provider_is_not_a_failure(op):
+    provider(op, "p", result=shim.OpArgumentError(op.name, "x", "a", "b"))
+    with pytest.raises(shim.OpArgumentError):
+        op(X)
+    assert counts(op) == {}
+
+
+# ---- failures -------------------------------------------------------------------------------------------------------
+
+
+def test_strict_reraises_with_op_provider_and_every_argument(op):
+    cause = ValueError("no luck")
+    provider(op, "p", result=cause)
+    with using(Policy("strict")), pytest.raises(shim.OpExecutionError) as error:
+        op(torch.ones(4, 2).t(), times=3)
+    assert error.value.__cause__ is cause
+    for words in (
+        f"{op.name}: p failed on cpu: ValueError: no luck",
+        "x: [2, 4] float32 strides [1, 2] cpu",
+        "times: 3",
+    ):
+        assert words in str(error.value)
+
+
+def test_auto_answers_from_the_next_and_tries_again_on_a_later_call(op, caplog):
+    provider(op, "p", result=lambda call: RuntimeError("once") if call == 1 else 7.0)
+    provider(op, "q", result=8.0)
+    assert [op(X)[0].item() for _ in range(3)] == [8.0, 7.0, 7.0]
+    assert counts(op) == {"p": (2, 1, 0, 0), "q": (1, 0, 0, 0)}
+    assert len(caplog.records) == 1
+    assert "RuntimeError: once" in caplog.text
+
+
+def test_second_failure_in_a_row_opens_the_breaker_for_a_minute(op):
+    broken = [True]
+    calls = provider(op, "p", result=lambda call: RuntimeError("no") if broken[0] else 7.0)
+    clock = Clock()
+    chain = Chain(op, "cpu", clock=clock)
+    for _ in range(5):
+        assert chain.call(X)[0].item() == 2.0
+    assert len(calls) == 2
+    assert states(chain)["p"] == "breaker open"
+    clock.now += 59
+    chain.call(X)
+    assert len(calls) == 2
+    clock.now += 1
+    chain.call(X)  # tried again, fails again: open at once
+    chain.call(X)
+    assert len(calls) == 3
+    clock.now += 60
+    broken[0] = False
+    assert chain.call(X)[0].item() == 7.0
+    assert states(chain)["p"] == "selected"
+
+
+def test_failures_that_are_not_in_a_row_do_not_open_the_breaker(op):
+    calls = provider(op, "p", result=lambda call: RuntimeError("no") if call % 2 else 7.0)
+    chain = Chain(op, "cpu", clock=Clock())
+    for _ in range(10):
+        chain.call(X)
+    assert len(calls) == 10
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_sticky_device_error_is_never_retried(op, mode):
+    calls = provider(op, "p", result=RuntimeError("CUDA error: an illegal memory access was encountered"))
+    with using(Policy(mode)), pytest.raises(shim.OpExecutionError, match="illegal memory access.*the device is lost"):
+        op(X)
+    assert len(calls) == 1
+
+
+def test_out_of_memory_is_not_sticky(op):
+    assert not dispatch.is_sticky(RuntimeError("CUDA error: out of memory"))
+    assert not dispatch.is_sticky(RuntimeError("CUDA error: invalid configuration argument"))
+    assert dispatch.is_sticky(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+def test_failing_reference_is_an_error_under_every_policy(scratch):
+    @shim.op()
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("reference broke")
+
+    for mode in ("auto", "reference"):
+        with (
+            using(Policy(mode)),
+            pytest.raises(shim.OpExecutionError, match="broken: reference failed.*reference broke"),
+        ):
+            broken(X)
+
+
+def test_call_with_unknown_parameter_is_no_failure_of_the_provider(op):
+    provider(op, "p", result=lambda call: RuntimeError("no"))
+    for _ in range(2):
+        op(X)
+    with pytest.raises(TypeError, match=f"{op.name}.*'twice'"):
+        op(X, twice=True)
+
+
+# ---- bind and the table ---------------------------------------------------------------------------------------------
+
+
+def test_bind_gives_one_provider_without_policy(op, scratch):
+    provider(op, "p")
+    double_native(op, tiny_library(scratch))
+    with using(Policy("reference")):
+        assert dispatch.bind(op, "cpu", "p")(X)[0].item() == 7.0
+        assert dispatch.bind(op.name, "cpu", "native").label == "native:jit"
+        assert dispatch.bind(op, "cpu", "native:jit")(X)[0].item() == 2.0
+        assert dispatch.bind(op, "cpu", "reference")(X)[0].item() == 2.0
+
+
+def test_bind_says_why_a_provider_is_unavailable_or_unknown(op, scratch):
+    provider(op, "p", available=lambda: "libp.so is missing")
+    double_native(op, tiny_library(scratch), "double_it")
+    with pytest.raises(shim.OpUnavailableError, match="p: libp.so is missing"):
+        dispatch.bind(op, "cpu", "p")
+    with pytest.raises(shim.OpUnavailableError, match="native:precompiled: .*not there"):
+        dispatch.bind(op, "cpu", "native:precompiled")
+    with pytest.raises(shim.OpUnavailableError, match="none for device cuda"):
+        dispatch.bind(op, "cuda", "native")
+    with pytest.raises(shim.UnknownNameError, match="known: native, p, reference"):
+        dispatch.bind(op, "cpu", "q")
+
+
+def test_table_has_aligned_lines_and_the_search_path(op, scratch):
+    provider(op, "vendor:x", available=lambda: "libx.so has no symbol x")
+    double_native(op, tiny_library(scratch))
+    chains = dispatch.resolve([op.name])
+    lines = shim.table.text(chains).splitlines()
+    assert lines[0] == f"{op.name}   cpu"
+    assert lines[1] == "  vendor:x            unavailable  libx.so has no symbol x"
+    assert lines[2].startswith("  native:precompiled  unavailable  ")
+    assert lines[3].startswith("  native:jit          selected     ")
+    assert lines[4] == "  reference           ready"
+    assert lines[5] == "search path of libtiny.so"
+    assert all(line.endswith("not there") for line in lines[6:])
+
+
+def test_table_for_programs(op, scratch):
+    double_native(op, tiny_library(scratch))
+    data = shim.table.as_dict(dispatch.resolve([op.name], policy=Policy("strict")))
+    assert data["policy"] == "strict"
+    assert data["ops"][0]["selected"] == "native:jit"
+    assert data["ops"][0]["candidates"][1]["build"]["arch"]
+    assert [place["finding"] for place in data["libraries"][0]["places"]] == ["not there", "not there"]
