@@ -65,7 +65,7 @@ def _cores() -> int:
 
 
 def pytest_generate_tests(metafunc):
-    if "case" in metafunc.fixturenames:
+    if {"device", "case"} <= set(metafunc.fixturenames):
         cases = metafunc.config.stash[SELECTION].cases()
         metafunc.parametrize(("device", "case"), cases, ids=[f"{device}-{case.id}" for device, case in cases])
 

@@ -21,7 +21,7 @@ lost element differs by 100% of itself, yet may be small: hence the third line. 
 (a copy, a cleared row), U is 0 in the first line. The factor 4 on noise is for another order of summation.
 
 A short row may show no noise by luck. Before it convicts, the judge hears a second witness: the float64 reference with
-every input moved by one float32 eps at random. What that moves the answer by, float32 arithmetic cannot be blamed for.
+every input moved by about one float32 eps at random. What that moves the answer by, float32 arithmetic cannot be blamed for.
 
 NaN and infinities match in place and kind (where plain overflows, either answer counts). Other dtypes are equal.
 """
@@ -52,7 +52,7 @@ class Evaluation:
     actual: dict[str, Tensor]
     exact: dict[str, Tensor]
     plain: dict[str, Tensor]
-    move: Callable[[], dict[str, Tensor]] | None = None  # exact, of inputs moved by one float32 eps
+    move: Callable[[], dict[str, Tensor]] | None = None  # exact, of inputs moved by a float32 eps
 
     @cached_property
     def moved_answer(self) -> dict[str, Tensor]:
@@ -160,12 +160,12 @@ def ulp_of(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def moved(value: Any, seed: int = 0) -> Any:
-    """A floating-point argument in float64, each element moved by one float32 eps up or down; anything else as it is."""
+    """A floating-point argument in float64, each element moved by about one float32 eps; anything else as it is."""
     if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
         return value
     generator = torch.Generator().manual_seed(seed)
-    sign = torch.randint(0, 2, value.shape, generator=generator).to(value.device) * 2 - 1
-    return value.double() * (1 + EPS32 * sign)
+    way = torch.randn(value.shape, generator=generator, dtype=torch.float64).to(value.device)
+    return value.double() * (1 + EPS32 * way)
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def conform(
     files = [str(Path(file).resolve()) for file in provider_files]
     try:
         selection = Selection.make(ops, provider, files, device, level, seed)
+        selection.cases()
     except shim.OpshimError as error:
         print(f"conform: {error}", file=sys.stderr)
         return USAGE

@@ -1,0 +1,105 @@
+"""Results of all workers end in one report per op, provider and device; `conform` turns it into an exit code."""
+
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from conformance import report
+from conformance.case import Case
+from conformance.compare import Finding
+from conformance.conform import conform
+from conformance.report.text import text
+from conformance.run import Result
+
+
+def result(op, kind, size, status="pass", device="cpu"):
+    one = Result.of(Case(op, kind, {"T": size}, torch.float32), "mine", device, 0)
+    if status == "fail":
+        one.judged([Finding("output", "error_budget", 3.0, 0.3, 0.1, 50.0, (1, 2), 1.0, 1.3, "element")])
+        one.arguments = {"x": "float32 [2, 3]"}
+    if status == "skip":
+        one.skipped("refused", "needs float16")
+    if status == "pass":
+        one.judged([Finding("output", ratio=0.25)])
+    return asdict(one)
+
+
+ONE = [result("moe_sum", "sizes", 1), result("topk_softmax", "ties", 1, "skip")]
+OTHER = [result("moe_sum", "empty", 0, "fail"), result("moe_sum", "sizes", 2)]
+
+
+def test_the_workers_results_are_merged_whatever_their_order():
+    one, other = (report.build(results, "quick", 0) for results in (ONE + OTHER, OTHER + ONE))
+    assert [(r["op"], [case["case"] for case in r["cases"]]) for r in one] == [
+        ("moe_sum", ["moe_sum-empty-T0-f32", "moe_sum-sizes-T1-f32", "moe_sum-sizes-T2-f32"]),
+        ("topk_softmax", ["topk_softmax-ties-T1-f32"]),
+    ]
+    assert [r["summary"] for r in one] == [r["summary"] for r in other]
+
+
+def test_the_verdict_is_a_pass_only_where_something_ran_and_all_of_it_passed():
+    failed, nothing = report.build(ONE + OTHER, "quick", 0)
+    (passed,) = report.build(ONE[:1], "quick", 0)
+    assert [r["summary"]["verdict"] for r in (passed, failed, nothing)] == ["pass", "fail", "nothing ran"]
+    assert failed["summary"]["kinds"]["sizes"]["passed"] == 2
+    assert passed["summary"]["worst"] == {"case": "moe_sum-sizes-T1-f32", "ratio": 0.25}
+
+
+def test_a_report_survives_the_disk_with_infinities_as_text(tmp_path):
+    reports = report.build(ONE + OTHER, "quick", 0)
+    reports[0]["cases"][0]["ratio"] = float("inf")
+    report.write(tmp_path, reports)
+    again = report.read(tmp_path)
+    assert again[0]["cases"][0]["ratio"] == "inf"
+    assert again[1] == report.finite(reports[1])
+    assert (tmp_path / "moe_sum.mine.cpu.json").is_file()
+
+
+def test_the_text_tells_a_kernels_author_what_failed_on_which_input():
+    told = text(report.build(ONE + OTHER, "quick", 0))
+    for words in ("moe_sum-empty-T0-f32", "error_budget", "[1, 2]", "50 ulp", "x: float32 [2, 3]", "needs float16"):
+        assert words in told
+
+
+PROVIDER = '''
+import os
+import ops_reference, shim, torch
+
+@shim.implementation("moe_sum", provider="mine")
+def moe_sum(y, topk_ids=None):
+    if y.dtype == torch.float16 and topk_ids is None:
+        os._exit(11)
+    if y.dtype == torch.bfloat16:
+        raise RuntimeError("no bfloat16 kernel")
+    return shim.get("moe_sum").reference(y, topk_ids)
+'''
+
+
+def test_a_provider_that_kills_its_process_fails_alone_and_is_named(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(PROVIDER)
+    out = tmp_path / "out.json"
+    assert conform(["moe_sum"], "mine", [str(tmp_path / "mine.py")], json_out=str(out)) == 1
+    (one,) = json.loads(out.read_text())["reports"]
+    by_dtype = {}
+    for case in one["cases"]:
+        by_dtype.setdefault(case["dtype"], set()).add(case["reason"] or case["status"])
+    assert "pass" in by_dtype["f32"]
+    assert "raised" in by_dtype["bf16"]
+    assert "crashed" in by_dtype["f16"]
+    assert "no bfloat16 kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"ops": ["moesum"]}, "moe_sum"),
+        ({"provider": "nobody"}, "reference"),
+        ({"level": "slow"}, "exhaustive"),
+        ({"provider_files": ["/nowhere.py"]}, "does not exist"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what_is_known(wrong, words, capsys):
+    assert conform(**wrong) == 2
+    assert words in capsys.readouterr().err

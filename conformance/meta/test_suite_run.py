@@ -1,0 +1,167 @@
+"""Running a case: whatever a provider does wrong ends as a failure of that kind, never as a crash of the suite."""
+
+import pytest
+import torch
+
+import shim
+from conformance.case import Case, at_level, table
+from conformance.compare import compare_topk
+from conformance.run import Target, run
+from conformance.selection import Selection, SelectionError
+
+F32 = torch.float32
+ROUTER = Case("topk_softmax", "sizes", {"T": 4, "E": 16, "topk": 2}, F32, compare=compare_topk)
+DECODE = Case("gdn_decode", "sizes", {"B": 2}, F32)
+SUM = Case("moe_sum", "sizes", {"T": 4}, torch.bfloat16)
+
+
+def ran(case, function, supports=None):
+    return run(case, Target(shim.get(case.op), "mine", "cpu", function, supports))
+
+
+def reference(case):
+    return shim.get(case.op).reference
+
+
+@pytest.mark.parametrize("case", [ROUTER, DECODE, SUM], ids=lambda case: case.op)
+def test_the_reference_passes(case):
+    result = ran(case, reference(case))
+    assert (result.status, result.message) == ("pass", "")
+    assert result.ratio < 1
+
+
+def test_a_provider_that_raises():
+    def broken(gating_output, topk, renormalize, correction_bias):
+        raise RuntimeError("no kernel image")
+
+    result = ran(ROUTER, broken)
+    assert (result.status, result.reason) == ("fail", "raised")
+    assert "RuntimeError: no kernel image" in result.message
+    assert "gating_output" in result.arguments
+
+
+def test_an_output_of_the_wrong_shape_dtype_type_or_count():
+    for change, reason in [
+        (lambda weights, ids: (weights[:-1], ids), "wrong_shape"),
+        (lambda weights, ids: (weights, ids.long()), "wrong_dtype"),
+        (lambda weights, ids: (weights, ids.to("meta")), "wrong_device"),
+        (lambda weights, ids: (weights, ids.tolist()), "wrong_type"),
+        (lambda weights, ids: weights, "wrong_count"),
+        (lambda weights, ids: None, "wrong_count"),
+    ]:
+        result = ran(ROUTER, lambda change=change, **arguments: change(*reference(ROUTER)(**arguments)))
+        assert (result.status, result.reason) == ("fail", reason)
+
+
+def test_an_element_that_nobody_wrote():
+    def half_written(y, topk_ids=None):
+        out = torch.empty(y.shape[0], y.shape[2], dtype=y.dtype)
+        out[:-1] = reference(SUM)(y, topk_ids)[:-1]
+        return out
+
+    result = ran(SUM, half_written)
+    assert (result.status, result.reason) == ("fail", "non_finite")
+    assert result.findings[0]["at"] == (3, 0)
+
+
+def test_writing_to_an_input():
+    def scratching(y, topk_ids=None):
+        out = reference(SUM)(y, topk_ids)
+        y[2, 0, 1] = 7
+        return out
+
+    result = ran(SUM, scratching)
+    assert (result.status, result.reason) == ("fail", "wrote_inputs")
+    assert "y:" in result.message
+    assert "[2, 0, 1]" in result.message
+
+
+def test_an_output_that_is_a_view_of_an_input():
+    assert ran(SUM, lambda y, topk_ids: y[:, 0]).reason == "aliases_input"
+
+
+def pool_with_gaps(generator, device, dtype, **sizes):
+    arguments = shim.get("gdn_decode").example(generator, device, dtype, **sizes)
+    state = arguments["state"]
+    buffer = torch.zeros(state.shape[0], state[0].numel() + 16, dtype=state.dtype)
+    arguments["state"] = buffer[:, :-16].view(state.shape).copy_(state)
+    return arguments
+
+
+def test_writing_outside_an_in_place_argument_within_its_buffer():
+    case = Case("gdn_decode", "padded_pool", {"B": 2}, F32, make=pool_with_gaps)
+
+    def overrunning(**arguments):
+        state = arguments["state"]
+        out = reference(case)(**arguments)
+        end = state.storage_offset() + state[0].numel()
+        state.as_strided((1,), (1,), end).fill_(1)
+        return out
+
+    assert ran(case, reference(case)).status == "pass"
+    assert ran(case, overrunning).reason == "wrote_outside"
+
+
+def test_an_in_place_argument_left_as_it_was():
+    def forgetful(**arguments):
+        return reference(DECODE)(**{**arguments, "state": arguments["state"].clone()})
+
+    result = ran(DECODE, forgetful)
+    assert (result.status, result.findings[-1]["output"]) == ("fail", "state")
+
+
+def test_a_refusal_is_a_skip_in_the_providers_words():
+    result = ran(SUM, reference(SUM), lambda y, topk_ids=None: "needs float16")
+    assert (result.status, result.reason, result.message) == ("skip", "refused", "needs float16")
+
+
+def test_a_wrong_call_must_be_refused_by_the_argument_named():
+    def three_experts_of_two(generator, device, dtype, **sizes):
+        return {"gating_output": torch.zeros(2, 2), "topk": 3}
+
+    def accepted(generator, device, dtype, **sizes):
+        return {"gating_output": torch.zeros(2, 2), "topk": 1}
+
+    def of(make, raises):
+        return ran(Case("topk_softmax", "bad", {}, F32, make=make, raises=raises), None)
+
+    assert of(three_experts_of_two, "topk").status == "pass"
+    assert of(three_experts_of_two, "gating_output").reason == "not_refused"
+    assert of(accepted, "topk").reason == "not_refused"
+
+
+def test_what_a_provider_does_not_offer_is_a_skip_and_what_does_not_load_a_failure():
+    op = shim.get("moe_sum")
+    assert run(SUM, Target.find("moe_sum", "elsewhere", "cpu")).reason == "not_offered"
+    result = run(SUM, Target(op, "native", "cpu", unavailable="no compiler"))
+    assert (result.status, result.reason, result.message) == ("fail", "unavailable", "no compiler")
+
+
+def test_arguments_depend_on_the_case_and_the_seed_alone():
+    first, again = (ROUTER.arguments("cpu", ROUTER.seed()) for _ in range(2))
+    assert torch.equal(first["gating_output"], again["gating_output"])
+    assert not torch.equal(first["gating_output"], ROUTER.arguments("cpu", ROUTER.seed(1))["gating_output"])
+
+
+def test_a_case_is_named_by_what_it_is():
+    (case,) = table("gdn_prefill", "residues", [{"lengths": (1, 31), "scale": None}], (torch.bfloat16,))
+    assert case.id == "gdn_prefill-residues-lengths1+31_scaleNone-bf16"
+
+
+def test_a_level_includes_the_lower_ones():
+    cases = [Case("moe_sum", "sizes", {}, F32, level) for level in ("quick", "standard", "exhaustive")]
+    assert [len(at_level(cases, level)) for level in ("quick", "standard", "exhaustive")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "known"),
+    [({"ops": ["moesum"]}, "moe_sum"), ({"provider": "nobody"}, "native"), ({"level": "slow"}, "quick")],
+)
+def test_unknown_names_are_answered_with_the_known_ones(wrong, known):
+    with pytest.raises(shim.UnknownNameError, match=known):
+        Selection.make(**wrong)
+
+
+def test_selecting_no_case_is_an_error():
+    with pytest.raises(SelectionError, match="no case"):
+        Selection(("an_op_without_cases",), "native", ("cpu",), "quick").cases()
