@@ -1,0 +1,31 @@
+"""Which ops a model needs, from its configuration alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+ATTENTION = ("reshape_and_cache", "paged_attention_v2", "paged_prefill")
+GATED_DELTA_NET = ("gdn_gating", "gdn_prefill", "gdn_decode")
+EXPERTS = ("topk_softmax", "fused_moe", "moe_align_block_size", "grouped_gemm", "moe_sum")
+
+
+def ops_for_model(hf_config: Any, dtype: Any) -> list[str]:
+    """Names of the ops that serve a model: its Hugging Face configuration (an object or the dict of config.json) and
+    the dtype it is served in (a torch.dtype or its name). A quantized model's experts and linear layers stay vLLM's."""
+    text = _get(hf_config, "text_config") or hf_config
+    kinds = _get(text, "layer_types") or []
+    linear = "linear_attention" in kinds if kinds else _get(text, "linear_num_value_heads") is not None
+    attention = any(kind != "linear_attention" for kind in kinds) if kinds else True
+    quantized = _get(hf_config, "quantization_config") or _get(text, "quantization_config")
+    experts = (_get(text, "num_experts") or _get(text, "num_local_experts")) and not quantized
+    needed = EXPERTS if experts else ()
+    needed += GATED_DELTA_NET if linear else ()
+    needed += ATTENTION if attention else ()
+    if str(dtype).removeprefix("torch.") in ("float16", "half") and not quantized:
+        needed += ("matmul_fp16",)
+    return list(needed)
+
+
+def _get(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
