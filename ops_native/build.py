@@ -13,6 +13,7 @@ import functools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,8 @@ from shim.loading import MARK, Identity, build_info, examine, user_cache
 NATIVE = Path(__file__).parent
 KEPT_DAYS = 30  # objects and libraries in the user cache that no build wrote for so long are removed
 
+_INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_ERROR = re.compile(r"\berror\b|undefined reference|not found", re.IGNORECASE)
 _X86 = (
     ("avx2", ("-mavx2", "-mfma", "-mf16c")),
     ("avx512", ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")),
@@ -38,7 +41,8 @@ _X86 = (
 
 @dataclass(frozen=True)
 class Spec:
-    """One shared library: every source compiled once per variant, linked in the order of the variants."""
+    """One shared library: every source compiled once per variant, linked in the order of the variants. Flags are one
+    shell word each."""
 
     name: str
     folder: Path  # holds sources and headers
@@ -126,7 +130,8 @@ def build_all(folder: Path | None = None, specs: Iterable[Spec] | None = None) -
 
 
 def build(spec: Spec, folder: Path) -> Built:
-    """Builds the library into `folder` unless it is there; BuildError says why it cannot be built."""
+    """Builds the library into `folder` unless it is there; BuildError says why it cannot be built. Where some sources
+    do not compile, a library of the others is built before the error is raised; it counts as not built."""
     started = time.monotonic()
     snapshot = spec.snapshot()
     identity = spec.identity(snapshot)
@@ -139,63 +144,84 @@ def build(spec: Spec, folder: Path) -> Built:
             for abandoned in folder.glob(f".{spec.name}-*.build"):  # whoever made it was killed: the lock is ours
                 shutil.rmtree(abandoned, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{spec.name}-", suffix=".build", dir=folder) as work:
-                _compile(spec, snapshot, identity, Path(work))
+                failure = _compile(spec, snapshot, identity, Path(work))
                 os.replace(Path(work) / spec.filename, target)
     except OSError as error:
         raise BuildError(f"cannot build {spec.filename} in {folder}: {error}") from error
     _prune(user_cache())
+    if failure:
+        raise failure
     return Built(target, identity, time.monotonic() - started)
 
 
 def _is_built(target: Path, identity: Identity) -> bool:
-    return examine(target, identity) is None and build_info(target.read_bytes())["compiler"] == identity.compiler
+    if examine(target, identity) is not None:
+        return False
+    info = build_info(target.read_bytes())
+    return info["complete"] and info["compiler"] == identity.compiler
 
 
-def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: Path) -> None:
+def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: Path) -> BuildError | None:
+    """Makes the library in `work` of all that compiles; returns what does not."""
     compiler, ninja = spec.compiler(), _ninja()
     for name, content in snapshot.items():
         (work / name).write_bytes(content)
-    info = {**asdict(identity), "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-    text = json.dumps(MARK.decode() + json.dumps(info))
-    visible = '__attribute__((visibility("default")))'
-    (work / "build_info.cpp").write_text(
-        f'extern "C" {{ {visible} extern const char opshim_build_info[] = {text}; }}\n'
-    )
-
     objects = _writable(user_cache() / "objects") or work
-    headers = {name: content for name, content in snapshot.items() if Path(name).match(spec.headers)}
     command = " ".join(map(shlex.quote, compiler))
-    rules = [
-        f"rule object\n  command = {command} $flags -c $in -o $out.{os.getpid()} && mv $out.{os.getpid()} $out",
-        "  description = $in $variant",
-        f"rule library\n  command = {command} {' '.join(spec.link_flags)} $in -o $out",
-        f"build info.o: object build_info.cpp\n  flags = {' '.join(spec.flags)}",
-    ]
-    inputs = []
+    rules = [f"rule object\n  command = {command} $flags -c $in -o $out.{os.getpid()} && mv $out.{os.getpid()} $out"]
+    outputs = []
     for variant, extra in spec.variants:
         flags = [*spec.flags, *extra]
-        for name in sorted(set(snapshot) - set(headers)):
-            key = _hash((name, snapshot[name], headers, flags, identity.compiler, identity.arch))
-            output = objects / f"{Path(name).stem}-{variant}-{key}.o"
-            inputs.append(_escape(output))
-            if not output.exists():
-                edge = f"build {_escape(output)}: object {name}\n  flags = {' '.join(flags)}\n  variant = {variant}"
-                rules.append(edge)
-    rules.append(f"build {spec.filename}: library {' '.join(inputs)} info.o\ndefault {spec.filename}\n")
-    (work / "build.ninja").write_text("\n".join(rules))
-    run = subprocess.run([*ninja, "-C", str(work)], capture_output=True, text=True, check=False)
-    if run.returncode:
-        raise BuildError(f"{compiler[0]} failed: {_first_errors(run.stdout, spec)}", lasting="Killed" not in run.stdout)
+        for name in (name for name in snapshot if Path(name).match(spec.sources)):
+            key = _hash((_included(name, snapshot), flags, identity.compiler, identity.arch))
+            outputs.append(objects / f"{Path(name).stem}-{variant}-{key}.o")
+            if not outputs[-1].exists():
+                rules.append(f"build {_escape(outputs[-1])}: object {name}\n  flags = {' '.join(flags)}")
+    (work / "build.ninja").write_text("\n".join(rules) + "\n")
+    failure = _run([*ninja, "-k", "0", "-C", str(work)], spec) if len(rules) > 1 else None
+    usable = [str(output) for output in outputs if output.exists()]
+    if failure and not usable:
+        raise failure
+    info = {**asdict(identity), "complete": failure is None, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+    text = json.dumps(MARK.decode() + json.dumps(info))
+    visible = '__attribute__((visibility("default")))'
+    source = work / "build_info.cpp"
+    source.write_text(f'extern "C" {{ {visible} extern const char opshim_build_info[] = {text}; }}\n')
+    target = str(work / spec.filename)
+    unlinked = _run([*compiler, *spec.flags, *spec.link_flags, *usable, str(source), "-o", target], spec)
+    if unlinked:
+        raise unlinked
+    return failure
 
 
-def _first_errors(output: str, spec: Spec) -> str:
-    """The lines of a failed build that say what is wrong, with the sources' real folder."""
+def _run(command: list[str], spec: Spec) -> BuildError | None:
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode == 0:
+        return None
+    output = run.stdout + run.stderr
+    return BuildError(f"compiling {spec.filename} failed: {_errors(output, spec)}", lasting="Killed" not in output)
+
+
+def _included(name: str, snapshot: dict[str, bytes]) -> dict[str, bytes]:
+    """The file and all that it includes from the snapshot, directly or through another."""
+    found, open_ends = {}, [name]
+    while open_ends:
+        file = open_ends.pop()
+        if file in snapshot and file not in found:
+            found[file] = snapshot[file]
+            open_ends += [included.decode() for included in _INCLUDE.findall(snapshot[file])]
+    return dict(sorted(found.items()))
+
+
+def _errors(output: str, spec: Spec) -> str:
+    """The first error of each source, with the sources' real folder; the output's last line where there is none."""
     lines = [line.strip() for line in output.splitlines() if not line.startswith(("ninja:", "[", "FAILED:"))]
-    telling = [
-        line for line in lines if "error" in line.lower() or "undefined reference" in line or "not found" in line
-    ]
+    firsts = {}
+    for line in lines:
+        if _ERROR.search(line):
+            firsts.setdefault(line.split(":")[0], line)
     names = {file.name for file in spec.folder.iterdir()}
-    chosen = (telling or lines)[:3]
+    chosen = list(firsts.values())[:5] or lines[-1:]
     return "; ".join(f"{spec.folder}/{line}" if line.split(":")[0] in names else line for line in chosen)
 
 

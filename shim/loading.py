@@ -8,20 +8,22 @@ it can be read without loading the file; one that was built from other sources o
     2. the package's own lib folder               in a folder named after the identity
     3. the user cache
 
-The search is per op: where a library lacks the symbols of one op, that op alone goes on to the next place.
+The search is per op: where a library lacks the symbols of one op, that op alone goes on to the next place. A compile
+that fails on some sources still gives a library of the others.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import mmap
 import os
 import platform
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,9 @@ import torch  # noqa: F401  brings the OpenMP runtime that native libraries are 
 
 from shim.errors import BuildError
 
+log = logging.getLogger("opshim")
+
+ABSENT = "not there"
 MARK = b"OPSHIM_BUILD_INFO"
 STATUS = {1: "dtype not supported", 2: "out of memory", 3: "bad argument"}  # enum Status of opshim.h
 _CODES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
@@ -94,8 +99,8 @@ class NativeLibrary:
         A compile that failed on the same sources is not repeated."""
         self._identity: Identity | BuildError | None = None
         self._places: dict[Path, Loaded | str] = {}
-        self._built: Loaded | str | None = None
-        self._failed: dict[str, str] = getattr(self, "_failed", {})
+        self._built: tuple[Loaded | str, str] | None = None  # the library or why there is none, what failed to compile
+        self._failed: dict[str, str] = getattr(self, "_failed", {})  # identity -> what failed to compile
 
     def precompiled(self, symbols: dict[str, str]) -> Found:
         """The functions named in `symbols`, from the first library of the search path that has them all."""
@@ -105,17 +110,18 @@ class NativeLibrary:
                 found = self._functions(outcome, symbols) if isinstance(outcome, Loaded) else Found(None, outcome)
                 if found.functions:
                     return found
-                reasons.append(f"{shown(path)}: {found.reason}")
-            return Found(None, "; ".join(reasons))
+                if found.reason != ABSENT:
+                    reasons.append(f"{shown(path)}: {found.reason}")
+            return Found(None, "; ".join(reasons) or f"no {self.spec.filename} on the search path")
 
     def compiled(self, symbols: dict[str, str]) -> Found:
         """The functions named in `symbols` from a library compiled here, now if need be."""
         with self._lock:
             if self._built is None:
                 self._built = self._compile()
-            if isinstance(self._built, str):
-                return Found(None, self._built)
-            return self._functions(self._built, symbols)
+            library, failure = self._built
+            found = Found(None, library) if isinstance(library, str) else self._functions(library, symbols)
+            return found if found.functions or not failure else replace(found, reason=failure)
 
     def search(self) -> Iterator[tuple[Path, Loaded | str]]:
         """Each place of the search path and the library there, or why it is not used."""
@@ -154,25 +160,24 @@ class NativeLibrary:
             return str(identity)
         return examine(path, identity) or load(path, identity)
 
-    def _compile(self) -> Loaded | str:
-        identity = self.identity()
-        if isinstance(identity, BuildError):
-            return str(identity)
-        if identity.key not in self._failed:
+    def _compile(self) -> tuple[Loaded | str, str]:
+        identity, folder = self.identity(), self.cache()
+        failure = self._failed.get(identity.key, "") if isinstance(identity, Identity) else str(identity)
+        if not failure:
+            log.info("compiling %s into %s", self.spec.filename, folder)
             try:
-                path = self.spec.build(self.cache())
+                self.spec.build(folder)
             except BuildError as error:
+                failure = str(error)
                 if error.lasting:
-                    self._failed[identity.key] = str(error)
-                return str(error)
-            return load(path, identity)
-        return self._failed[identity.key]
+                    self._failed[identity.key] = failure
+        return self._load(folder / self.spec.filename), failure
 
     def _functions(self, library: Loaded, symbols: dict[str, str]) -> Found:
         functions, suffix = {}, self.suffix()
         for name, codes in symbols.items():
             try:
-                functions[name] = _wrap(getattr(library.handle, name + suffix), name + suffix, codes)
+                functions[name] = _wrap(library.handle[name + suffix], name + suffix, codes)
             except AttributeError as error:
                 return Found(None, f"{library.path.name} has no symbol {name}{suffix} ({error})", library)
         variant = f" ({suffix.strip('_')})" if suffix else ""
@@ -212,7 +217,7 @@ def examine(path: Path, identity: Identity) -> str | None:
         with open(path, "rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except FileNotFoundError:
-        return "not there"
+        return ABSENT
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         return f"cannot be read: {error}"
     with data:

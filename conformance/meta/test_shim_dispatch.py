@@ -268,7 +268,7 @@ def test_bind_says_why_a_provider_is_unavailable_or_unknown(op, scratch):
     double_native(op, tiny_library(scratch), "double_it")
     with pytest.raises(shim.OpUnavailableError, match="p: libp.so is missing"):
         dispatch.bind(op, "cpu", "p")
-    with pytest.raises(shim.OpUnavailableError, match="native:precompiled: .*not there"):
+    with pytest.raises(shim.OpUnavailableError, match="native:precompiled: no libtiny.so on the search path"):
         dispatch.bind(op, "cpu", "native:precompiled")
     with pytest.raises(shim.OpUnavailableError, match="none for device cuda"):
         dispatch.bind(op, "cuda", "native")

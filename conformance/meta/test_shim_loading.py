@@ -85,7 +85,7 @@ def test_status_words_are_those_of_the_header():
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (lambda path: path.unlink(), "not there"),
+        (lambda path: path.unlink(), "no libtiny.so on the search path"),
         (lambda path: cut(path, path.stat().st_size // 2), r"truncated \(\d+ of \d+ bytes\)"),
         (lambda path: cut(path, path.stat().st_size - 8), r"truncated \(\d+ of \d+ bytes\)"),
         (lambda path: cut(path, 40), r"truncated \(40 bytes\)"),
@@ -137,7 +137,7 @@ def test_edited_kernel_is_served_anew_after_reset(library):
     source = library.spec.folder / "double_it.cpp"
     source.write_text(source.read_text().replace("2 * x[i]", "5 * x[i]"))
     library.reset()
-    assert "not there" in library.precompiled(SYMBOLS).reason
+    assert library.precompiled(SYMBOLS).reason == "no libtiny.so on the search path"
     y = torch.empty(3)
     library.compiled(SYMBOLS).functions.double_it(X.data_ptr(), y.data_ptr(), 3)
     assert y.tolist() == [5.0] * 3
@@ -231,6 +231,19 @@ def test_failed_compile_of_the_same_sources_is_not_repeated(scratch, library, mo
     library.reset()
     assert "a.cpp:1: error: bad" in library.compiled(SYMBOLS).reason
     assert log.read_text() == tries
+
+
+def test_source_that_does_not_compile_costs_only_its_own_op(scratch):
+    library = tiny_library(scratch, "double_it", "broken")
+    (library.spec.folder / "broken.cpp").write_text("int broken(\n")
+    whole, broken = double_op("whole"), double_op("broken")
+    double_native(whole, library)
+    double_native(broken, library, "broken")
+    assert Chain(whole, "cpu").selected.label == "native:jit"
+    assert re.search(r"sources/broken.cpp:\d+:\d+: error", Chain(broken, "cpu").candidates[1].reason)
+    library.reset()  # as in the next process, which finds the library of the others in the cache
+    assert Chain(whole, "cpu").selected.label == "native:precompiled"
+    assert re.search(r"sources/broken.cpp:\d+:\d+: error", Chain(broken, "cpu").candidates[1].reason)
 
 
 def test_nothing_is_compiled_unless_native_may_serve(scratch, library, monkeypatch):
