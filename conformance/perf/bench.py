@@ -1,0 +1,170 @@
+"""`runner.py bench`: how much faster than its reference an implementation is, and what the shim costs per call.
+
+Each time is the median of repeated calls on rotated inputs (so that nothing but the weights of a real layer is warm),
+after one call that is not counted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shim
+from conformance import report
+from conformance.case import Case
+from conformance.perf.sizes import LAYER, TINY
+from conformance.run import Target
+from conformance.selection import Selection
+
+ROTATED_BYTES = 64 << 20  # inputs are rotated until they exceed this, which is more than a cache holds
+MOST_INPUTS = 8
+PROVIDER_SECONDS, REFERENCE_SECONDS = 0.4, 1.0  # at least three calls, then until this is spent
+OVERHEAD_CALLS, OVERHEAD_ROUNDS = 200, 15
+
+
+def bench(
+    ops: Sequence[str] = (),
+    device: str = "cpu",
+    providers: Sequence[str] = ("native",),
+    provider_files: Sequence[str] = (),
+    threads: int = 2,
+    json_out: str | None = None,
+) -> int:
+    """Prints both tables; json_out: the same as JSON. 0, or 2 for an unknown op, provider or device."""
+    try:
+        for provider in providers:
+            selection = Selection.make(ops, provider, provider_files, device)
+    except shim.OpshimError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    names = [name for name in LAYER if name in (ops or shim.names())]
+    with threads_of_torch(threads):
+        speed = list(printed(speeds(names, selection.devices[0], providers), providers))
+    with threads_of_torch(1):
+        overhead = list(printed_overheads(overheads(names, selection.devices[0])))
+    if json_out:
+        where = report.environment(device)
+        document = {"schema": 1, "environment": where, "threads": threads, "speed": speed, "overhead": overhead}
+        report.save(Path(json_out), document)
+    return 0
+
+
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+def speeds(names: Sequence[str], device: str, providers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """One row per op and size: milliseconds of the reference and of each provider, or why there are none."""
+    for name in names:
+        dtype, sizes = LAYER[name]
+        targets = {provider: Target.find(name, provider, device) for provider in providers}
+        for size in sizes:
+            case = Case(name, "layer", size, dtype)
+            inputs = rotation(case, device)
+            row = {"op": name, "size": case.id.removeprefix(f"{name}-layer-"), "reference_ms": None, "providers": {}}
+            row["reference_ms"] = median_ms(shim.get(name).reference, inputs, device, REFERENCE_SECONDS)
+            for provider, target in targets.items():
+                why = target.missing or target.unavailable or target.refusal(inputs[0])
+                ms = None if why else median_ms(target.function, inputs, device, PROVIDER_SECONDS)
+                row["providers"][provider] = {"ms": ms, "speedup": ms and row["reference_ms"] / ms, "reason": why}
+            yield row
+
+
+def rotation(case: Case, device: str) -> list[dict[str, Any]]:
+    """Argument sets of one size, of different seeds: as many as it takes to fill the caches."""
+    inputs, size = [], 0
+    while len(inputs) < MOST_INPUTS and size < ROTATED_BYTES:
+        inputs.append(case.arguments(device, case.seed(len(inputs))))
+        size += sum(value.nbytes for value in inputs[-1].values() if isinstance(value, torch.Tensor))
+    return inputs
+
+
+def median_ms(function: Callable, inputs: list[dict[str, Any]], device: str, seconds: float) -> float:
+    """Median milliseconds of a call."""
+    turns = itertools.cycle(inputs)
+    times: list[float] = []
+    function(**next(turns))
+    while len(times) < 3 or sum(times) < seconds:
+        arguments = next(turns)
+        _wait(device)
+        start = time.perf_counter()
+        function(**arguments)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def printed(rows: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Passes the rows on, printing each as it comes."""
+    head = "".join(f"{provider + ' ms':>18}{'speed-up':>10}" for provider in providers)
+    print(f"{'op':22}{'size':48}{'reference ms':>14}{head}")
+    for row in rows:
+        cells, notes = "", []
+        for one in row["providers"].values():
+            cells += f"{'-':>18}{'-':>10}" if one["ms"] is None else f"{one['ms']:18.3f}{one['speedup']:9.1f}x"
+            notes += [one["reason"]] if one["reason"] else []
+        print(f"{row['op']:22}{row['size']:48}{row['reference_ms']:14.3f}{cells}  {'; '.join(notes)}".rstrip(), flush=True)
+        yield row
+
+
+# ---- overhead -------------------------------------------------------------------------------------------------------
+
+
+def overheads(names: Sequence[str], device: str) -> Iterator[dict[str, Any]]:
+    """Microseconds per call of the provider that serves each op: alone, and added by the shim and by torch.ops."""
+    for name in names:
+        op = shim.get(name)
+        selected = op.chain(device).selected
+        case = Case(name, "tiny", TINY[name], LAYER[name][0])
+        given = op.signature.bind(**case.arguments(device, case.seed())).args
+        calls = {"direct": selected.function, "shim": op, "torch": op.torch_op}
+        times: dict[str, list[float]] = {way: [] for way in calls}
+        for _, (way, call) in itertools.product(range(OVERHEAD_ROUNDS), calls.items()):
+            times[way].append(_microseconds(call, given, device))
+        direct, through_shim, through_torch = (min(times[way]) for way in calls)  # the least disturbed rounds
+        yield {
+            "op": name, "provider": selected.label, "direct_us": direct,
+            "shim_adds_us": through_shim - direct, "torch_ops_adds_us": through_torch - direct,
+        }  # fmt: skip
+
+
+def _microseconds(call: Callable, given: tuple, device: str) -> float:
+    _wait(device)
+    start = time.perf_counter()
+    for _ in range(OVERHEAD_CALLS):
+        call(*given)
+    elapsed = time.perf_counter() - start
+    _wait(device)
+    return 1e6 * elapsed / OVERHEAD_CALLS
+
+
+def printed_overheads(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Passes the rows on, printing each as it comes."""
+    print(f"\n{'op':22}{'served by':22}{'direct us':>12}{'shim adds us':>14}{'torch.ops adds us':>19}")
+    for row in rows:
+        cells = f"{row['direct_us']:12.2f}{row['shim_adds_us']:14.2f}{row['torch_ops_adds_us']:19.2f}"
+        print(f"{row['op']:22}{row['provider']:22}{cells}", flush=True)
+        yield row
+
+
+@contextmanager
+def threads_of_torch(count: int) -> Iterator[None]:
+    """torch's thread count inside the block."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
