@@ -41,7 +41,7 @@ typedef int32_t vi __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint32_t vu __attribute__((vector_size(W * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(W * 2), aligned(2), may_alias));
 
-inline vf splat(float x) { return vf{} + x; }
+inline vf splat(float x) { return x - vf{}; }  // x + 0 would be an addition: it turns -0 into 0
 template <class To, class From>
 inline To bits(From x) {
   static_assert(sizeof(To) == sizeof(From), "bit cast between sizes");
@@ -120,12 +120,17 @@ inline void store(T* p, vf v, int n) {
   std::memcpy(p, buffer, n * sizeof(T));
 }
 
-inline float sum(vf v) {
-  float s = 0;
-  for (int step = W / 2; step; step /= 2)
-    for (int i = 0; i < step; ++i) v[i] += v[i + step];
-  s = v[0];
-  return s;
+inline float sum(vf v) {  // halves are added until one lane is left, in registers (v[i] += v[i + step] goes by memory)
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(bits<__m512>(v));
+#elif defined(__AVX2__)
+  const __m256 w = bits<__m256>(v);
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+#else
+  return (v[0] + v[2]) + (v[1] + v[3]);
+#endif
 }
 inline vf select(vi mask, vf a, vf b) { return bits<vf>((bits<vi>(a) & mask) | (bits<vi>(b) & ~mask)); }
 inline vf vmax(vf a, vf b) { return select(vi(a > b), a, b); }  // of a NaN pair: b
