@@ -1,10 +1,6 @@
-"""Native implementations; importing this package registers them all."""
-
-from importlib import import_module
-from importlib.util import find_spec
+"""Native implementations; importing this package declares the ops and registers them all."""
 
 import ops_reference  # noqa: F401  declares the ops
+from ops_native import attention, gated_delta_net, linear, moe, router
 
-for _family in ("router", "moe", "gated_delta_net", "attention", "linear"):
-    if find_spec(f"ops_native.{_family}"):
-        import_module(f"ops_native.{_family}")
+__all__ = ["attention", "gated_delta_net", "linear", "moe", "router"]

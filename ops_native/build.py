@@ -20,7 +20,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
@@ -271,5 +271,6 @@ def _locked(path: Path) -> Iterator[None]:
 def _prune(cache: Path) -> None:
     oldest = time.time() - KEPT_DAYS * 86400
     for path in [*cache.glob("objects/*"), *cache.glob("*/*.so")]:
-        if path.stat().st_mtime < oldest:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process tidies up too
+            if path.stat().st_mtime < oldest:
+                path.unlink()

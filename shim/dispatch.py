@@ -101,13 +101,13 @@ class Chain:
         self.falls_back = self.policy.mode == "auto"
         with _resolving:
             self.candidates = self._candidates()
+            for one in self.candidates:
+                one.slot = counters.slot(op.name, one.label)
+                one.breaker.clock = clock
         self.reference = self.candidates[-1]
         self.order = [one for one in self.candidates if one.resolved == READY and one is not self.reference]
         if "reference" in (self.choice, self.choice or self.policy.mode):
             self.order = [self.reference]
-        for one in self.candidates:
-            one.slot = counters.slot(op.name, one.label)
-            one.breaker.clock = clock
         self.selected = self.order[0] if self.order else self.reference if self.falls_back else None
         if self.selected is not None:
             self.selected.resolved = SELECTED

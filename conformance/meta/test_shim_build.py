@@ -92,7 +92,7 @@ def test_many_processes_build_once(scratch, logged):
 def test_killed_build_leaves_nothing_half_written(scratch, monkeypatch):
     spec, target = tiny_spec(scratch), scratch / "lib"
     started = scratch / "started"
-    body = f'case "$*" in *-shared*) echo half > libtiny.so; touch {started}; sleep 60;; esac\nexec g++ "$@"'
+    body = f'case "$*" in *-shared*) for last; do :; done; echo half > "$last"; touch {started}; sleep 60;; esac\nexec g++ "$@"'
     monkeypatch.setenv("CXX", str(script(scratch / "cxx", body)))
 
     def work():

@@ -152,6 +152,14 @@ def test_wrong_argument_is_raised_before_any_provider_and_counts_for_nobody(op):
     assert counts(op) == {}
 
 
+def test_errors_keep_their_type_through_torch_ops(op):
+    provider(op, "p", result=ValueError("no luck"))
+    with pytest.raises(shim.OpArgumentError):
+        op.torch_op(X.half())
+    with using(Policy("strict")), pytest.raises(shim.OpExecutionError):
+        op.torch_op(X)
+
+
 def test_argument_error_of_a_provider_is_not_a_failure(op):
     provider(op, "p", result=shim.OpArgumentError(op.name, "x", "a", "b"))
     with pytest.raises(shim.OpArgumentError):
