@@ -120,12 +120,16 @@ inline void store(T* p, vf v, int n) {
   std::memcpy(p, buffer, n * sizeof(T));
 }
 
-inline float sum(vf v) {  // halves are added until one lane is left, in registers (v[i] += v[i + step] goes by memory)
+// Halves are added until one lane is left, in registers: v[i] += v[i + step] in a loop would go through memory.
+inline float sum(vf v) {
+#if defined(__AVX2__)
 #if defined(__AVX512F__)
-  return _mm512_reduce_add_ps(bits<__m512>(v));
-#elif defined(__AVX2__)
-  const __m256 w = bits<__m256>(v);
-  __m128 s = _mm_add_ps(_mm256_castps256_ps128(w), _mm256_extractf128_ps(w, 1));
+  const __m512 w = bits<__m512>(v);  // masked extractions, as GCC 12 warns about plain ones
+  const __m256 h = _mm256_add_ps(_mm512_maskz_extractf32x8_ps(0xff, w, 0), _mm512_maskz_extractf32x8_ps(0xff, w, 1));
+#else
+  const __m256 h = bits<__m256>(v);
+#endif
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 #else
