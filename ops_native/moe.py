@@ -1,0 +1,177 @@
+"""Native moe_align_block_size, grouped_gemm, moe_sum and fused_moe: tensors to pointers, sizes and strides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import shim
+from ops_native.libraries import CPU, DTYPE
+from ops_reference.common import describe
+from ops_reference.moe import align_capacity
+
+
+def _refusal(act: Tensor, rows: dict[str, Tensor], whole: dict[str, Tensor | None]) -> bool | str:
+    """True where act has a native dtype, `rows` are contiguous but for their first dimension, and `whole` entirely."""
+    if act.dtype not in DTYPE:
+        return f"activations are {describe(act)}"
+    for name, tensor in rows.items():
+        if not tensor.is_contiguous() and not _inner_contiguous(tensor):
+            return f"{name} is not contiguous within its first dimension (strides {tensor.stride()})"
+    for name, tensor in whole.items():
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} is not contiguous (strides {tensor.stride()})"
+    return True
+
+
+def _inner_contiguous(tensor: Tensor) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(tensor.shape[1:]), reversed(tensor.stride()[1:]), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _pointer(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _align_supports(topk_ids, block_size, num_experts, expert_map=None):
+    for name, tensor in (("topk_ids", topk_ids), ("expert_map", expert_map)):
+        if tensor is not None and not tensor.is_contiguous():
+            return f"{name} is not contiguous (strides {tensor.stride()})"
+    return True
+
+
+@shim.native(
+    "moe_align_block_size",
+    library=CPU,
+    symbols={"opshim_moe_align_block_size": "pppppiiiii"},
+    supports=_align_supports,
+)
+def moe_align_block_size(c, topk_ids, block_size, num_experts, expert_map=None):
+    slots = topk_ids.numel()
+    capacity = align_capacity(slots, block_size, num_experts)
+    sorted_token_ids, expert_ids = topk_ids.new_empty(capacity), topk_ids.new_empty(capacity // block_size)
+    count = topk_ids.new_empty(1)
+    c.opshim_moe_align_block_size(
+        topk_ids.data_ptr(),
+        _pointer(expert_map),
+        sorted_token_ids.data_ptr(),
+        expert_ids.data_ptr(),
+        count.data_ptr(),
+        slots,
+        block_size,
+        num_experts,
+        capacity,
+        torch.get_num_threads(),
+    )
+    return sorted_token_ids, expert_ids, count
+
+
+def _grouped_supports(
+    x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None
+):
+    lists = {"sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids, "slot_weights": slot_weights}
+    return _refusal(x, {"x": x, "w": w}, lists)
+
+
+@shim.native(
+    "grouped_gemm",
+    library=CPU,
+    symbols={"opshim_grouped_gemm": 7 * "p" + 11 * "i"},
+    supports=_grouped_supports,
+)
+def grouped_gemm(c, x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None):
+    experts, features, inner = w.shape
+    slots = x.shape[0] * top_k
+    y = x.new_empty((slots, features))
+    c.opshim_grouped_gemm(
+        x.data_ptr(),
+        w.data_ptr(),
+        sorted_token_ids.data_ptr(),
+        expert_ids.data_ptr(),
+        num_tokens_post_padded.data_ptr(),
+        _pointer(slot_weights),
+        y.data_ptr(),
+        DTYPE[x.dtype],
+        slots,
+        sorted_token_ids.shape[0],
+        block_size,
+        top_k,
+        experts,
+        features,
+        inner,
+        x.stride(0),
+        w.stride(0),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+def _sum_supports(y, topk_ids=None):
+    if y.stride(2) != 1 and y.shape[2] > 1:
+        return f"y is not contiguous in its last dimension (strides {y.stride()})"
+    return _refusal(y, {}, {"topk_ids": topk_ids})
+
+
+@shim.native("moe_sum", library=CPU, symbols={"opshim_moe_sum": "pppiiiiiii"}, supports=_sum_supports)
+def moe_sum(c, y, topk_ids=None):
+    tokens, top_k, features = y.shape
+    out = y.new_empty((tokens, features))
+    c.opshim_moe_sum(
+        y.data_ptr(),
+        _pointer(topk_ids),
+        out.data_ptr(),
+        DTYPE[y.dtype],
+        tokens,
+        top_k,
+        features,
+        *y.stride()[:2],
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def _fused_supports(
+    x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
+):
+    rows = {"x": x, "w1": w1, "w2": w2} if w3 is None else {"x": x, "w1": w1, "w2": w2, "w3": w3}
+    return _refusal(x, rows, {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map})
+
+
+@shim.native(
+    "fused_moe",
+    library=CPU,
+    symbols={"opshim_fused_moe": 8 * "p" + 13 * "i"},
+    supports=_fused_supports,
+)
+def fused_moe(
+    c, x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
+):
+    experts, hidden, inner = w2.shape
+    out = x.new_empty(x.shape)
+    c.opshim_fused_moe(
+        x.data_ptr(),
+        w1.data_ptr(),
+        w2.data_ptr(),
+        _pointer(w3),
+        topk_weights.data_ptr(),
+        topk_ids.data_ptr(),
+        _pointer(expert_map),
+        out.data_ptr(),
+        DTYPE[x.dtype],
+        *topk_ids.shape,
+        experts,
+        inner,
+        hidden,
+        0 if expert_map is None else expert_map.shape[0],
+        apply_router_weight_on_input,
+        x.stride(0),
+        w1.stride(0),
+        w2.stride(0),
+        0 if w3 is None else w3.stride(0),
+        torch.get_num_threads(),
+    )
+    return out
