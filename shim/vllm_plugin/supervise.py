@@ -1,0 +1,127 @@
+"""Runs a server as a child: its log passed on, signals forwarded, told when it is ready, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+GRACE = 15.0  # seconds from the first signal to SIGKILL
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CAUSE = re.compile(r"^.*?(?P<words>opshim: .*|\b[A-Za-z_.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$")
+
+
+@dataclass
+class End:
+    """How the child ended: its exit code, the signal that this process was stopped by (None: it ended by itself), and
+    the first line of its log that looks like a cause."""
+
+    code: int
+    signal: signal.Signals | None
+    cause: str
+
+
+@dataclass
+class Supervisor:
+    """`run(...)` returns when the child and all of its process group are gone."""
+
+    health: str  # URL that answers once the child is ready
+    on_ready: Callable[[float], None]  # called once with the seconds it took
+    stop: threading.Event = field(default_factory=threading.Event)
+    signals: list[signal.Signals] = field(default_factory=list)
+    causes: list[str] = field(default_factory=list)
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> End:
+        """Starts launch.py with arguments of vLLM's `serve`, and stays until it has ended or a signal ended it."""
+        before = {number: signal.signal(number, self._stopped) for number in STOPS}
+        lifeline, held = os.pipe()
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "shim.vllm_plugin.launch", str(lifeline), *arguments],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lifeline,),
+                start_new_session=True,
+            )
+            os.close(lifeline)
+            log = threading.Thread(target=self._pass_on, args=(child.stdout,), daemon=True)
+            log.start()
+            self._watch(child)
+            _clear(child.pid)
+            log.join(timeout=5)
+        finally:
+            os.close(held)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return End(child.returncode, self.signals[0] if self.signals else None, self.causes[0] if self.causes else "")
+
+    def _stopped(self, number, frame) -> None:
+        self.signals.append(signal.Signals(number))
+        self.stop.set()
+
+    def _watch(self, child: subprocess.Popen) -> None:
+        started, ready, deadline = time.monotonic(), False, None
+        while child.poll() is None:
+            if self.signals and deadline is None:
+                deadline = time.monotonic() + GRACE
+                child.send_signal(signal.SIGTERM)
+            if deadline and (time.monotonic() > deadline or len(self.signals) > 1):
+                _signal_group(child.pid, signal.SIGKILL)
+            if not ready and not deadline and self._answers():
+                ready = True
+                self.on_ready(time.monotonic() - started)
+            if deadline:
+                time.sleep(0.1)
+            else:
+                self.stop.wait(0.25 if not ready else 1.0)
+
+    def _answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.health, timeout=1) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def _pass_on(self, pipe) -> None:
+        """The child's log goes to stderr as it comes, progress bars included."""
+        line = b""
+        while chunk := os.read(pipe.fileno(), 65536):
+            try:
+                sys.stderr.buffer.write(chunk)
+                sys.stderr.buffer.flush()
+            except OSError:
+                pass  # nobody reads it any more: the server goes on
+            *lines, line = (line + chunk).replace(b"\r", b"\n").split(b"\n")
+            for text in lines:
+                found = _CAUSE.match(text.decode(errors="replace"))
+                if found and len(self.causes) < 100:
+                    self.causes.append(found["words"])
+
+
+def _signal_group(group: int, number: int) -> bool:
+    """Whether there was anyone left to signal."""
+    try:
+        os.killpg(group, number)
+        return True
+    except ProcessLookupError:
+        return False
+
+
+def _clear(group: int) -> None:
+    """Waits for what the child left running, then ends it."""
+    deadline = time.monotonic() + 5
+    while _signal_group(group, 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if _signal_group(group, signal.SIGKILL):
+        deadline = time.monotonic() + 5
+        while _signal_group(group, 0) and time.monotonic() < deadline:
+            time.sleep(0.05)
