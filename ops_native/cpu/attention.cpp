@@ -1,9 +1,10 @@
 // paged_attention_v2 and paged_prefill: which rows and keys a task of attention_tile.h takes, and who adds them up.
 //
 // Decode: a sequence is split into partitions of 256 keys, so that one long sequence keeps all threads busy; each
-// partition leaves its sums and a second pass joins them in order. Prefill: a task is one key head of about 96 rows
+// partition leaves its sums and a second pass joins them in order. Prefill: a task is one key head of about 144 rows
 // (tokens times heads of the group), over all the keys that they see; the last tokens, which see most, go first.
-#include "attention_tile.h"
+#include "attention_amx.h"
+#include "attention_fma.h"
 
 namespace OPSHIM_ISA {
 namespace {
@@ -99,8 +100,8 @@ int decode(const Problem<T>& p, T* out, const int32_t* tables, int64_t table_row
         return;
       }
       Tile tile(memory, group, p.size);
-      attend(p, tables + b * table_row, kv_head, p.q + b * p.q_token, length - 1, 1, most(begin, key),
-             least(length, key + kPartition), tile);
+      attend_with_best(p, Queries<T>{p.q + b * p.q_token, length - 1, 1, kv_head}, tables + b * table_row,
+                       most(begin, key), least(length, key + kPartition), tile);
       for (int64_t g = 0; g < group; ++g) {
         float* partial = partials_of(b, kv_head * group + g) + part * stride;
         std::memcpy(partial, tile.out + g * tile.width, tile.width * sizeof(float));
@@ -153,8 +154,8 @@ int prefill(const Problem<T>& p, T* out, const int32_t* tables, int64_t table_ro
       return;
     }
     Tile tile(memory, per_tile * group, p.size);
-    attend(p, tables + n * table_row, kv_head, p.q + token * p.q_token, position, here, p.first_seen(position),
-           position + here, tile);
+    attend_with_best(p, Queries<T>{p.q + token * p.q_token, position, here, kv_head}, tables + n * table_row,
+                     p.first_seen(position), position + here, tile);
     for (int64_t r = 0; r < here * group; ++r)
       write_row(out + (token + r / group) * row + (kv_head * group + r % group) * p.size, tile.out + r * tile.width,
                 p.size, sum(load(tile.total + r * W)));

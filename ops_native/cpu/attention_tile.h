@@ -2,25 +2,24 @@
 // prefill share.
 //
 // The queries that read one key head are the rows of a matrix (token by token, its group of heads side by side). Keys
-// come in tiles of 64: a tile is taken out of its pages once, converted to float32, keys transposed, and serves all
-// rows: scores = Q K^T, softmax carried along row by row, O += P V. Both products are the same register-blocked
-// kernel (12 rows by 2 vectors on AVX-512), so every element is a plain sum in ascending order whatever the blocking:
-// a row's bits depend neither on the rows beside it nor on the number of threads. Tiles start at multiples of 64, so
-// they do not depend on where a prefill was split either.
+// come in tiles of 64: a tile is taken out of its pages once and serves all rows: scores = Q K^T, softmax carried along
+// row by row, O += P V. The two products are an engine's: attention_fma.h in float32 for every machine and dtype,
+// attention_amx.h for bfloat16 where the processor has AMX. Each adds a row's terms in an order that depends on nothing
+// but the row, and tiles start at multiples of 64: a row's bits depend neither on the rows beside it, nor on where a
+// prefill was split, nor on the number of threads.
 //
-// Floor: 4 flops per row, key and dimension against one pass over the tile; from about 8 rows on it is compute that
-// counts, and prefill has 96.
+// Floor: 4 flops per row, key and dimension, against one pass over the tile; prefill has 144 rows, decode one group.
 #pragma once
 #include "opshim.h"
 
 namespace OPSHIM_ISA {
 namespace {
 
-constexpr int kKeys = 64;                 // keys per tile
-constexpr int kMaxSize = 256;             // of a head
-constexpr int kPanel = 2 * W;             // columns that the matrix product works on at once
-constexpr int kBlock = W == 16 ? 12 : 6;  // rows that it works on at once: what the registers hold
-constexpr int kTargetRows = 96;           // rows per task of prefill
+constexpr int kKeys = 64;         // keys per tile
+constexpr int kMaxSize = 256;     // of a head
+constexpr int kPanel = 2 * W;     // heads are padded to multiples of it
+constexpr int kTargetRows = 144;  // rows per task of prefill
+constexpr int kRowStep = 32;      // buffers have room for a multiple of it
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -46,20 +45,46 @@ struct Problem {
   int64_t first_seen(int64_t position) const { return window > 0 ? most(0, position - window + 1) : 0; }
 };
 
-// The state of up to `rows` rows, and the tile at work. out, high and total hold the rows' softmax-weighted sums:
-// sum exp(s - high) v, the largest score, and sum exp(s - high) per lane.
-struct Tile {
-  int64_t width;  // of out and values: the head size, padded to whole panels
-  float *q, *scores, *keys, *values, *out, *total, *high, *row;
+// `count` query tokens at q, the first at `position`, and the key head that they read
+template <class T>
+struct Queries {
+  const T* q;
+  int64_t position, count, kv_head;
 
-  static int64_t floats(int64_t rows, int64_t size) {
-    const int64_t width = round_up(size, kPanel);
-    return rows * (kMaxSize + kKeys + width + W + 1) + 2 * kKeys * width + width + W;
+  const T* row(const Problem<T>& p, int64_t r) const {
+    return q + r / p.group() * p.q_token + head(p, r) * p.q_head;
   }
+  int64_t head(const Problem<T>& p, int64_t r) const { return kv_head * p.group() + r % p.group(); }
+  int64_t position_of(const Problem<T>& p, int64_t r) const { return position + r / p.group(); }
+};
+
+// Keys [low, high) of a sequence, whose row of the block table it is: those of the tile that begins at `start`
+struct Span {
+  const int32_t* table;
+  int64_t kv_head, start, low, high;
+
+  template <class T>
+  const T* token(const Problem<T>& p, const Cache<T>& cache, int64_t t) const {
+    return cache.data + table[t / p.block_size] * cache.block + t % p.block_size * cache.token + kv_head * cache.head;
+  }
+};
+
+// The rows' state, and the tile at work. out, high and total hold the rows' softmax-weighted sums: sum exp(s - high) v,
+// the largest score, and sum exp(s - high) per lane. What queries, keys, values and weights hold is the engine's.
+struct Tile {
+  int64_t width;  // of out and values: the head size, padded
+  float *queries, *scores, *weights, *keys, *values, *out, *total, *row, *high;
+
   Tile(float* memory, int64_t rows, int64_t size) : width(round_up(size, kPanel)) {
-    auto take = [&](int64_t count) { float* p = memory; memory += count; return p; };
-    q = take(rows * kMaxSize);
+    rows = round_up(rows, kRowStep);
+    auto take = [&](int64_t count) {
+      float* p = memory;
+      memory += count;
+      return p;
+    };
+    queries = take(rows * kMaxSize);
     scores = take(rows * kKeys);
+    weights = take(rows * kKeys * 3 / 2);
     keys = take(kKeys * width);
     values = take(kKeys * width);
     out = take(rows * width);
@@ -67,58 +92,11 @@ struct Tile {
     row = take(width);
     high = take(rows);
   }
+  static int64_t floats(int64_t rows, int64_t size) {
+    const int64_t width = round_up(size, kPanel);
+    return round_up(rows, kRowStep) * (kMaxSize + kKeys + kKeys * 3 / 2 + width + W + 1) + (2 * kKeys + 1) * width;
+  }
 };
-
-// ---- c[rows,columns] (+)= a[rows,depth] b[depth,columns], columns in panels -----------------------------------------
-template <int R, int kStride, bool kAdd>
-void product_block(const float* a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth) {
-  vf sum[R][2];
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    sum[r][0] = kAdd ? load(c + r * c_stride) : vf{};
-    sum[r][1] = kAdd ? load(c + r * c_stride + W) : vf{};
-  }
-  for (int64_t k = 0; k < depth; ++k) {
-    const vf b0 = load(b + k * b_stride), b1 = load(b + k * b_stride + W);
-#pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const vf x = splat(a[r * kStride + k]);
-      sum[r][0] += x * b0;
-      sum[r][1] += x * b1;
-    }
-  }
-#pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    store(c + r * c_stride, sum[r][0]);
-    store(c + r * c_stride + W, sum[r][1]);
-  }
-}
-
-template <int R, int kStride, bool kAdd, class... Rest>
-void product_rows(int64_t rows, const float* a, Rest... rest) {
-  if (rows == R) return product_block<R, kStride, kAdd>(a, rest...);
-  if constexpr (R > 1) product_rows<R - 1, kStride, kAdd>(rows, a, rest...);
-}
-
-// kStride: row stride of a, a constant so that one register addresses all rows of a block
-template <int kStride, bool kAdd>
-void product(int64_t rows, int64_t columns, int64_t depth, const float* a, const float* b, int64_t b_stride,
-             int64_t b_panel, float* c, int64_t c_stride) {
-  const int64_t blocks = (rows + kBlock - 1) / kBlock;
-  for (int64_t p = 0; p * kPanel < columns; ++p)
-    for (int64_t i = 0; i < blocks; ++i) {
-      const int64_t r = rows * i / blocks, end = rows * (i + 1) / blocks;
-      product_rows<kBlock, kStride, kAdd>(end - r, a + r * kStride, b + p * b_panel, b_stride,
-                                          c + r * c_stride + p * kPanel, c_stride, depth);
-    }
-}
-
-// ---- tiles out of pages ---------------------------------------------------------------------------------------------
-// The address of one head of one cached token, by the sequence's row of the block table
-template <class T>
-const T* cached(const Cache<T>& cache, const int32_t* table, int64_t block_size, int64_t head, int64_t token) {
-  return cache.data + table[token / block_size] * cache.block + token % block_size * cache.token + head * cache.head;
-}
 
 template <class T>
 inline vf load_part(const T* p, int64_t count) {
@@ -148,41 +126,6 @@ inline void transpose(vf (&v)[W]) {
     }
 #pragma GCC unroll 16
     for (int i = 0; i < W; ++i) v[i] = next[i];
-  }
-}
-
-// Keys low to high of the tile that begins at `start`, transposed into panels: tile.keys[panel][dimension][lane];
-// lanes of other keys are 0.
-template <class T>
-void take_keys(const Problem<T>& p, const int32_t* table, int64_t head, int64_t start, int64_t low, int64_t high,
-               Tile& tile) {
-  const int64_t depth = round_up(p.size, W), columns = round_up(high - start, kPanel);
-  for (int64_t c = 0; c < columns; c += W) {
-    const T* token[W];
-    for (int i = 0; i < W; ++i) {
-      const int64_t t = start + c + i;
-      token[i] = t >= low && t < high ? cached(p.keys, table, p.block_size, head, t) : nullptr;
-    }
-    float* to = tile.keys + c / kPanel * depth * kPanel + c % kPanel;
-    for (int64_t d = 0; d < depth; d += W) {
-      vf v[W];
-      for (int i = 0; i < W; ++i) v[i] = token[i] ? load_part(token[i] + d, p.size - d) : vf{};
-      transpose(v);
-      for (int i = 0; i < W; ++i) store(to + (d + i) * kPanel, v[i]);
-    }
-  }
-}
-
-// Values low to high into tile.values[key][dimension], all other rows and columns 0
-template <class T>
-void take_values(const Problem<T>& p, const int32_t* table, int64_t head, int64_t start, int64_t low, int64_t high,
-                 Tile& tile) {
-  std::memset(tile.values, 0, (low - start) * tile.width * sizeof(float));
-  for (int64_t t = low; t < high; ++t) {
-    const T* from = cached(p.values, table, p.block_size, head, t);
-    float* to = tile.values + (t - start) * tile.width;
-    for (int64_t d = 0; d < tile.width; d += W)
-      store(to + d, d < p.size ? load_part(from + d, p.size - d) : vf{});
   }
 }
 
@@ -257,45 +200,45 @@ void weigh(const Problem<T>& p, Tile& tile, int64_t r, int64_t head, int64_t pos
   store(total, sum);
 }
 
-// Attends `count` query tokens, the first at `position` with its heads at q, to keys [begin, end): into the tile's rows.
+// Values that are not finite stay out of the product, for 0 * NaN is NaN: they are added to the rows that see them, and
+// do not reach those whose weight for them is a masked 0. `odd`: a bit per key of the tile.
 template <class T>
-void attend(const Problem<T>& p, const int32_t* table, int64_t kv_head, const T* q, int64_t position, int64_t count,
-            int64_t begin, int64_t end, Tile& tile) {
-  const int64_t group = p.group(), rows = count * group, depth = round_up(p.size, W);
-  for (int64_t r = 0; r < rows; ++r) {
-    const T* from = q + r / group * p.q_token + (kv_head * group + r % group) * p.q_head;
-    for (int64_t d = 0; d < p.size; d += W) store(tile.q + r * kMaxSize + d, load_part(from + d, p.size - d));
-    tile.high[r] = -HUGE_VALF;
+void add_odd_values(const Problem<T>& p, const Queries<T>& queries, const Span& span, uint64_t odd, Tile& tile) {
+  for (; odd; odd &= odd - 1) {
+    const int64_t t = span.start + __builtin_ctzll(odd);
+    const T* from = span.token(p, p.values, t);
+    for (int64_t d = 0; d < p.size; d += W) store(tile.row + d, load_part(from + d, p.size - d));
+    for (int64_t r = 0; r < queries.count * p.group(); ++r) {
+      const int64_t at = queries.position_of(p, r);
+      if (t > at || t < p.first_seen(at)) continue;
+      const float weight = tile.scores[r * kKeys + t - span.start];
+      float* out = tile.out + r * tile.width;
+      for (int64_t d = 0; d < p.size; d += W) store(out + d, load(out + d) + weight * load(tile.row + d));
+    }
   }
+}
+
+// Attends the queries to keys [begin, end) of their sequence: into tile.out, tile.high, tile.total.
+template <class Engine, class T>
+void attend(const Problem<T>& p, const Queries<T>& queries, const int32_t* table, int64_t begin, int64_t end,
+            Tile& tile) {
+  const int64_t rows = queries.count * p.group();
+  for (int64_t r = 0; r < rows; ++r) tile.high[r] = -HUGE_VALF;
   std::memset(tile.out, 0, rows * tile.width * sizeof(float));
   std::memset(tile.total, 0, rows * W * sizeof(float));
-
+  Engine engine(p, queries, tile);
   for (int64_t start = begin / kKeys * kKeys; start < end; start += kKeys) {
-    const int64_t low = most(begin, start), high = least(end, start + kKeys), columns = round_up(high - start, kPanel);
-    const bool seen_by_all = high <= position + 1 && low >= p.first_seen(position + count - 1);
-    take_keys(p, table, kv_head, start, low, high, tile);
-    take_values(p, table, kv_head, start, low, high, tile);
-    product<kMaxSize, false>(rows, columns, p.size, tile.q, tile.keys, kPanel, depth * kPanel, tile.scores, kKeys);
+    const Span span{table, queries.kv_head, start, most(begin, start), least(end, start + kKeys)};
+    const int64_t columns = round_up(span.high - start, kPanel);
+    engine.scores(span, columns);
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = position + r / group;
-      weigh(p, tile, r, kv_head * group + r % group, at, start, columns, most(low, p.first_seen(at)),
-            least(high, at + 1));
+      const int64_t at = queries.position_of(p, r);
+      weigh(p, tile, r, queries.head(p, r), at, start, columns, most(span.low, p.first_seen(at)),
+            least(span.high, at + 1));
     }
-    // 0 * NaN is NaN: a value that is not finite reaches the rows that see it, not those whose weight for it is 0
-    for (int64_t t = low; t < high && !seen_by_all; ++t) {
-      float* value = tile.values + (t - start) * tile.width;
-      if (finite(value, tile.width)) continue;
-      for (int64_t r = 0; r < rows; ++r) {
-        const int64_t at = position + r / group;
-        if (t > at || t < p.first_seen(at)) continue;
-        const vf weight = splat(tile.scores[r * kKeys + t - start]);
-        float* out = tile.out + r * tile.width;
-        for (int64_t d = 0; d < tile.width; d += W) store(out + d, load(out + d) + weight * load(value + d));
-      }
-      std::memset(value, 0, tile.width * sizeof(float));
-    }
-    product<kKeys, true>(rows, p.size, high - start, tile.scores, tile.values, tile.width, kPanel, tile.out,
-                         tile.width);
+    const uint64_t odd = engine.take_values(span);
+    if (odd) add_odd_values(p, queries, span, odd, tile);
+    engine.add_values(span.high - start);
   }
 }
 
