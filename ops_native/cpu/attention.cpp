@@ -1,8 +1,9 @@
 // paged_attention_v2 and paged_prefill: which rows and keys a task of attention_tile.h takes, and who adds them up.
 //
 // Decode: a sequence is split into partitions of 256 keys, so that one long sequence keeps all threads busy; each
-// partition leaves its sums and a second pass joins them in order. Prefill: a task is one key head of about 144 rows
-// (tokens times heads of the group), over all the keys that they see; the last tokens, which see most, go first.
+// partition leaves its sums and a second pass joins them in order. Prefill: a task is one key head of up to
+// 288 rows (tokens times heads of the group), over all the keys that they see; the last tokens, which see most, go
+// first. More rows share the work of taking keys out of pages; fewer make more tasks. The results do not depend on it.
 #include "attention_amx.h"
 #include "attention_fma.h"
 
@@ -10,6 +11,7 @@ namespace OPSHIM_ISA {
 namespace {
 
 constexpr int64_t kPartition = 256;
+constexpr int64_t kMinRows = 48, kMaxRows = 288, kTasksPerThread = 4;
 constexpr int64_t kMaxPartials = int64_t(1) << 24;  // floats of partial sums held at once (64 MiB)
 
 struct TileTag {};
@@ -124,7 +126,9 @@ int decode(const Problem<T>& p, T* out, const int32_t* tables, int64_t table_row
 template <class T>
 int prefill(const Problem<T>& p, T* out, const int32_t* tables, int64_t table_row, int64_t width, const int32_t* bounds,
             const int32_t* lengths, int64_t sequences, int64_t tokens, int64_t blocks, int64_t threads) {
-  const int64_t group = p.group(), row = p.heads * p.size, per_tile = most(1, kTargetRows / group);
+  const int64_t group = p.group(), row = p.heads * p.size;
+  const int64_t target = most(kMinRows, least(kMaxRows, tokens * p.heads / (kTasksPerThread * most(1, threads))));
+  const int64_t per_tile = most(1, target / group);
   int64_t* first = scratch<UnitTag, int64_t>(sequences + 1);
   if (!first) return kNoMemory;
   const Units units{first};

@@ -8,7 +8,8 @@
 // but the row, and tiles start at multiples of 64: a row's bits depend neither on the rows beside it, nor on where a
 // prefill was split, nor on the number of threads.
 //
-// Floor: 4 flops per row, key and dimension, against one pass over the tile; prefill has 144 rows, decode one group.
+// Floor: 4 flops per row, key and dimension, against one pass over the tile; decode has the rows of one group, and is
+// as fast as the cache comes out of memory.
 #pragma once
 #include "opshim.h"
 
@@ -18,7 +19,6 @@ namespace {
 constexpr int kKeys = 64;         // keys per tile
 constexpr int kMaxSize = 256;     // of a head
 constexpr int kPanel = 2 * W;     // heads are padded to multiples of it
-constexpr int kTargetRows = 144;  // rows per task of prefill
 constexpr int kRowStep = 32;      // buffers have room for a multiple of it
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -163,21 +163,41 @@ inline vi lane_numbers() {
 // never sees more ends as 0 / 0; one that sees +inf has exp(inf - inf): NaN, as softmax has it.
 inline float shift_of(float high) { return high == -HUGE_VALF ? 0.0f : high; }
 
+// e^x for x <= 0, 0 from -87 down (a weight below the smallest normal number beside the row's largest, 1), NaN for NaN:
+// half the work of vexp, whose polynomial it is.
+inline vf weight_of(vf x) {
+  const vf magic = splat(12582912.0f);
+  const vf shifted = x * 1.44269504088896341f + magic;
+  const vf n = shifted - magic;
+  vf r = x - n * 0.693359375f;
+  r = r - n * -2.12194440e-4f;
+  vf e = splat(1.9875691500e-4f);
+  e = e * r + 1.3981999507e-3f;
+  e = e * r + 8.3334519073e-3f;
+  e = e * r + 4.1665795894e-2f;
+  e = e * r + 1.6666665459e-1f;
+  e = e * r + 5.0000001201e-1f;
+  e = e * (r * r) + r + 1.0f;
+  e *= bits<vf>((bits<vi>(shifted) - (bits<vi>(magic) - 127)) << 23);
+  return select(vi(x < -87.0f), vf{}, e);
+}
+
 // One row of scores -> weights exp(s - high), 0 where the row does not see: keys [low, high) of those at `start`.
 template <class T>
 void weigh(const Problem<T>& p, Tile& tile, int64_t r, int64_t head, int64_t position, int64_t start, int64_t columns,
            int64_t low, int64_t high) {
   float* s = tile.scores + r * kKeys;
-  const bool partial = low > start || high < start + columns;
-  const float slope = p.slopes ? p.slopes[head] : 0.0f;
+  const bool partial = low > start || high < start + columns, bare = !partial && p.softcap <= 0 && !p.slopes;
   const vi lanes = lane_numbers();
   vf best = splat(-HUGE_VALF);
   for (int64_t c = 0; c < columns; c += W) {
     vf x = load(s + c) * p.scale;
-    const vi key = lanes + int32_t(start + c);
-    if (p.softcap > 0) x = p.softcap * vtanh(x / p.softcap);
-    if (p.slopes) x += slope * __builtin_convertvector(key - int32_t(position), vf);
-    if (partial) x = select(vi(key >= int32_t(low)) & vi(key < int32_t(high)), x, splat(-HUGE_VALF));
+    if (!bare) {
+      const vi key = lanes + int32_t(start + c);
+      if (p.softcap > 0) x = p.softcap * vtanh(x / p.softcap);
+      if (p.slopes) x += p.slopes[head] * __builtin_convertvector(key - int32_t(position), vf);
+      x = select(vi(key >= int32_t(low)) & vi(key < int32_t(high)), x, splat(-HUGE_VALF));
+    }
     store(s + c, x);
     best = vmax(x, best);  // a NaN does not count here; its weight is NaN
   }
@@ -193,7 +213,7 @@ void weigh(const Problem<T>& p, Tile& tile, int64_t r, int64_t head, int64_t pos
   const float shift = shift_of(tile.high[r]);
   vf sum = load(total);
   for (int64_t c = 0; c < columns; c += W) {
-    const vf weight = vexp(load(s + c) - shift);
+    const vf weight = weight_of(load(s + c) - shift);
     store(s + c, weight);
     sum += weight;
   }
@@ -218,6 +238,15 @@ void add_odd_values(const Problem<T>& p, const Queries<T>& queries, const Span& 
   }
 }
 
+// Asks for tokens [begin, end) of a cache ahead of their use: pages are too short for the hardware to foresee.
+template <class T>
+void prefetch(const Problem<T>& p, const Cache<T>& cache, const Span& span, int64_t begin, int64_t end) {
+  for (int64_t t = begin; t < end; ++t) {
+    const char* from = reinterpret_cast<const char*>(span.token(p, cache, t));
+    for (int64_t i = 0; i < p.size * int64_t(sizeof(T)); i += 64) __builtin_prefetch(from + i, 0, 2);
+  }
+}
+
 // Attends the queries to keys [begin, end) of their sequence: into tile.out, tile.high, tile.total.
 template <class Engine, class T>
 void attend(const Problem<T>& p, const Queries<T>& queries, const int32_t* table, int64_t begin, int64_t end,
@@ -230,6 +259,8 @@ void attend(const Problem<T>& p, const Queries<T>& queries, const int32_t* table
   for (int64_t start = begin / kKeys * kKeys; start < end; start += kKeys) {
     const Span span{table, queries.kv_head, start, most(begin, start), least(end, start + kKeys)};
     const int64_t columns = round_up(span.high - start, kPanel);
+    prefetch(p, p.values, span, span.low, span.high);
+    prefetch(p, p.keys, span, span.high, least(end, span.high + kKeys));
     engine.scores(span, columns);
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t at = queries.position_of(p, r);

@@ -139,9 +139,21 @@ inline float sum(vf v) {
 inline vf select(vi mask, vf a, vf b) { return bits<vf>((bits<vi>(a) & mask) | (bits<vi>(b) & ~mask)); }
 inline vf vmax(vf a, vf b) { return select(vi(a > b), a, b); }  // of a NaN pair: b
 inline float max_of(vf v) {
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+  const __m512 w = bits<__m512>(v);
+  const __m256 h = _mm256_max_ps(_mm512_maskz_extractf32x8_ps(0xff, w, 0), _mm512_maskz_extractf32x8_ps(0xff, w, 1));
+#else
+  const __m256 h = bits<__m256>(v);
+#endif
+  __m128 m = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
+#else
   float m = v[0];
   for (int i = 1; i < W; ++i) m = v[i] > m ? v[i] : m;
   return m;
+#endif
 }
 
 // e^x within 1 ulp (Cephes' expf, range reduced by ln 2): 0 from -104 down, inf from 88.73 up, NaN for NaN.
