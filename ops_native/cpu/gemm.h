@@ -104,7 +104,7 @@ inline void fma_dots(const T* w, int64_t stride, const float* x, int64_t inner, 
 
 template <class T, int Columns>
 inline void fma_rows(const T* w, int64_t stride, int rows, const float* x, int64_t inner, float* c) {
-  constexpr int block = W == 16 ? 4 : 2;  // as many accumulators as there are registers for
+  constexpr int block = Columns == 1 ? 8 : W == 16 ? 4 : 2;  // as many accumulators as there are registers for
   int i = 0;
   for (; i + block <= rows; i += block) fma_dots<T, block, Columns>(w + i * stride, stride, x, inner, c + i * kColumns);
   for (; i < rows; ++i) fma_dots<T, 1, Columns>(w + i * stride, stride, x, inner, c + i * kColumns);
@@ -175,8 +175,7 @@ template <class T>
 inline void multiply(const Weights<T>& w, const Panel& x, float* c) {
   if (!x.planes) return fma_product(w.data, w.stride, w.rows, x, c);
 #if defined(OPSHIM_AMX)
-  const auto product = x.tiles() == 1 ? tile_product<T, 1> : tile_product<T, 2>;
-  product(w.data, w.stride, w.rows, x.inner, x.data, x.planes, c, (const Staged<T>*)w.ready);
+  amx_product(w.data, w.stride, w.rows, x, (const Staged<T>*)w.ready, c);
   if (kWeightPlanes<T> > 1 || x.planes > 1) repair(w.data, w.stride, w.rows, x, c);
 #endif
 }

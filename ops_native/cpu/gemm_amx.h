@@ -176,18 +176,21 @@ inline void stage(const T* w, int64_t stride, int rows, int inner, Staged<T>& st
     std::memset(planes[i][rows], 0, (2 * kTile - rows) * sizeof planes[i][0]);
 }
 
-// c[32][32] = 32 rows of weights times up to 16 * Tiles packed columns, over `inner` values; `ready`: the weights staged.
+// c[32][32] = 32 rows of weights times Tiles tiles of packed columns, from tile `first` on; `ready`: the weights staged.
+// float32 sums what its lower planes contribute apart from the rest, where it would add rounding errors of the whole.
 template <class T, int Tiles>
-void tile_product(const T* w, int64_t stride, int rows, int64_t inner, const char* x, int x_planes, float* c,
-                  const Staged<T>* ready) {
+void tile_product(const T* w, int64_t stride, int rows, const Panel& panel, int first, const Staged<T>* ready, float* c) {
+  constexpr bool apart = kWeightPlanes<T> == 3;
+  static_assert(Tiles == 1 || !apart, "tiles 1 and 3 hold either more columns or the lower planes");
+  const char* x = panel.data + first * kTileBytes;
   Staged<T> own;
   TILE_ZERO(0);
   TILE_ZERO(1);
   TILE_ZERO(2);
   TILE_ZERO(3);
-  for (int64_t k = 0; k < inner; k += kTileInner, x += x_planes * Tiles * kTileBytes) {
-    const int here = inner - k < kTileInner ? int(inner - k) : kTileInner;
-    const bool direct = kWeightPlanes<T> == 1 && rows == 2 * kTile && here == kTileInner;
+  for (int64_t k = 0; k < panel.inner; k += kTileInner, x += panel.block_bytes()) {
+    const int here = panel.inner - k < kTileInner ? int(panel.inner - k) : kTileInner;
+    const bool direct = kNeighbours<T> && rows == 2 * kTile && here == kTileInner;
     if (!direct && !ready) stage(w + k, stride, rows, here, own);
     const Staged<T>& staged = ready ? *ready++ : own;
     for (int i = 0; i < kWeightPlanes<T>; ++i) {
@@ -195,9 +198,14 @@ void tile_product(const T* w, int64_t stride, int rows, int64_t inner, const cha
       const int64_t row_bytes = direct ? stride * int64_t(sizeof(T)) : kTile * 4;
       TILE_LOAD(4, a, row_bytes);
       TILE_LOAD(5, a + kTile * row_bytes, row_bytes);
-      for (int j = 0; j < x_planes && i + j <= 2; ++j) {
-        const char* b = x + j * Tiles * kTileBytes;
+      for (int j = 0; j < panel.planes && i + j <= 2; ++j) {
+        const char* b = x + j * panel.tiles() * kTileBytes;
         TILE_LOAD(6, b, 64);
+        if (apart && i + j) {
+          TILE_DOT(1, 4, 6);
+          TILE_DOT(3, 5, 6);
+          continue;
+        }
         TILE_DOT(0, 4, 6);
         TILE_DOT(2, 5, 6);
         if (Tiles == 2) {
@@ -208,12 +216,28 @@ void tile_product(const T* w, int64_t stride, int rows, int64_t inner, const cha
       }
     }
   }
-  constexpr int row = 2 * kTile * sizeof(float);
+  constexpr int row = 2 * kTile * sizeof(float), half = 2 * kTile * kTile;
   TILE_STORE(0, c, row);
-  TILE_STORE(2, c + 2 * kTile * kTile, row);
+  TILE_STORE(2, c + half, row);
   if (Tiles == 2) {
     TILE_STORE(1, c + kTile, row);
-    TILE_STORE(3, c + 2 * kTile * kTile + kTile, row);
+    TILE_STORE(3, c + half + kTile, row);
+  } else if (apart) {
+    alignas(64) float lower[2 * kTile][kTile];
+    TILE_STORE(1, lower[0], 64);
+    TILE_STORE(3, lower[kTile], 64);
+    for (int r = 0; r < rows; ++r) store(c + r * 2 * kTile, load(c + r * 2 * kTile) + load(lower[r]));
+  }
+}
+
+// c[32][32] = 32 rows of weights times a panel.
+template <class T>
+void amx_product(const T* w, int64_t stride, int rows, const Panel& x, const Staged<T>* ready, float* c) {
+  if constexpr (kWeightPlanes<T> == 3) {
+    for (int t = 0; t < x.tiles(); ++t) tile_product<T, 1>(w, stride, rows, x, t, ready, c + t * kTile);
+  } else {
+    const auto product = x.tiles() == 1 ? tile_product<T, 1> : tile_product<T, 2>;
+    product(w, stride, rows, x, 0, ready, c);
   }
 }
 
