@@ -50,6 +50,7 @@ def main():
 @FILES
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, type=int)
+@click.option("--require-certified", is_flag=True, help="Serve only what `conform` has passed on this device.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [VLLM OPTIONS]...")
 def serve(arguments, **options):
     """Run vLLM's server with opshim's ops.

@@ -46,7 +46,7 @@ class Target:
     supports: Callable | None = None
     missing: str = ""
     unavailable: str = ""
-    build: str = ""
+    build: dict[str, str] = field(default_factory=dict)  # what identifies its code (shim/certificates.py)
 
     @classmethod
     def find(cls, op: str, provider: str, device: str) -> Target:
@@ -59,8 +59,7 @@ class Target:
             bound = bind(one, device, provider)
         except shim.OpUnavailableError as error:
             return cls(one, provider, device, **{"unavailable" if name == "native" else "missing": str(error)})
-        build = str(bound.library.info) if bound.library else ""
-        return cls(one, provider, device, bound.function, bound.supports, build=build)
+        return cls(one, provider, device, bound.function, bound.supports, build=bound.build)
 
     def refusal(self, arguments: dict[str, Any]) -> str:
         """Why this call is not for this provider; empty when it is."""
@@ -92,7 +91,8 @@ class Result:
     arguments: dict[str, str] = field(default_factory=dict)  # of a failure: each argument in words
     provider_ms: float | None = None
     reference_ms: float | None = None
-    build: str = ""
+    replay: str = ""  # of a failure: the file from which `runner.py replay` runs it again
+    build: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, case: Case, provider: str, device: str, base_seed: int) -> Result:

@@ -14,11 +14,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
+from shim import certificates, table
 from shim import policy as policies
-from shim import table
-from shim.errors import OpArgumentError, OpExecutionError, OpUnavailableError, UnknownNameError
+from shim.certificates import NOT_ASKED, Certificate
+from shim.errors import BuildError, OpArgumentError, OpExecutionError, OpUnavailableError, UnknownNameError
 from shim.health import CALLS, FAILURES, OUTSIDE, REFUSALS, Breaker, counters
 from shim.loading import Found, Loaded
 from shim.op import Implementation, Op, get, names
@@ -75,6 +76,7 @@ class Candidate:
     function: Callable | None = None
     supports: Callable | None = None
     library: Loaded | None = None
+    certificate: Certificate = NOT_ASKED
     breaker: Breaker = field(default_factory=Breaker)
     slot: int = 0
 
@@ -85,9 +87,22 @@ class Candidate:
     def __call__(self, *args, **kwargs):
         return self.function(*args, **kwargs)
 
+    @property
+    def told(self) -> str:
+        """The reason for its state, and what is proven of it."""
+        return ", ".join(words for words in (self.reason, self.certificate.words) if words)
+
+    @property
+    def build(self) -> dict[str, str]:
+        """What identifies its code (shim/certificates.py)."""
+        if self.library:
+            return certificates.native_build(self.library.info)
+        return certificates.python_build(self.function) if self.function else {}
+
     def as_dict(self) -> dict:
         build = self.library.info if self.library else None
-        return {"candidate": self.label, "state": self.state, "reason": self.reason, "build": build}
+        proof = {"certified": self.certificate.valid, "certificate": self.certificate.words}
+        return {"candidate": self.label, "state": self.state, "reason": self.reason, "build": build, **proof}
 
 
 class Chain:
@@ -140,16 +155,35 @@ class Chain:
         reason = self._left_out(one.provider, one.explicit)
         if reason:
             return Candidate(one.provider, one.provider, NOT_CHOSEN, reason)
-        return _available(one)
+        return self._with_certificate(_available(one))
 
     def _native(self, one: Implementation) -> list[Candidate]:
         reason = self._left_out("native", False)
         if reason:
             return [Candidate("native", "native", NOT_CHOSEN, reason)]
         first = _from_library("native:precompiled", one, one.library.precompiled(one.symbols))
+        first = self._with_certificate(first)
         if first.function:
             return [first, Candidate("native:jit", "native", NOT_NEEDED)]
-        return [first, _from_library("native:jit", one, one.library.compiled(one.symbols))]
+        return [first, self._compiled(one)]
+
+    def _compiled(self, one: Implementation) -> Candidate:
+        identity = one.library.identity()
+        if self.policy.require_certified and not isinstance(identity, BuildError):  # nothing is compiled in vain
+            build = certificates.native_build(asdict(identity))
+            proof = certificates.find(self.op, "native", self.device, build)
+            if not proof.valid:
+                return Candidate("native:jit", "native", UNAVAILABLE, proof.words)
+        return self._with_certificate(_from_library("native:jit", one, one.library.compiled(one.symbols)))
+
+    def _with_certificate(self, one: Candidate) -> Candidate:
+        """The candidate with what is proven of it; unavailable where the policy wants a proof and there is none."""
+        if one.function is None:
+            return one
+        one.certificate = certificates.find(self.op, one.provider, self.device, one.build)
+        if self.policy.require_certified and not one.certificate.valid:
+            return Candidate(one.label, one.provider, UNAVAILABLE, one.told, library=one.library)
+        return one
 
     def _left_out(self, provider: str, explicit: bool) -> str:
         if not self._allows(provider):

@@ -25,24 +25,33 @@ MODES = ("strict", "auto", "reference")
 class Policy:
     mode: str = "auto"
     providers: Mapping[str, str] = field(default_factory=dict)  # op -> provider
+    require_certified: bool = False  # what has no certificate is unavailable (shim/certificates.py)
 
     def __post_init__(self):
         if self.mode not in MODES:
             raise UnknownNameError("policy", self.mode, MODES)
 
     @classmethod
-    def parse(cls, mode: str | None = None, choices: Iterable[str] = (), environ: Mapping[str, str] = os.environ):
-        """From arguments (`mode`, "op=provider" strings), and from OPSHIM_POLICY and OPSHIM_PROVIDER for what they
-        leave out. Mode defaults to auto."""
+    def parse(
+        cls,
+        mode: str | None = None,
+        choices: Iterable[str] = (),
+        environ: Mapping[str, str] = os.environ,
+        require_certified: bool = False,
+    ) -> Policy:
+        """From arguments (`mode`, "op=provider" strings, `require_certified`), and from OPSHIM_POLICY, OPSHIM_PROVIDER
+        and OPSHIM_REQUIRE_CERTIFIED (1) for what they leave out. Mode defaults to auto."""
         inherited = [choice for choice in environ.get("OPSHIM_PROVIDER", "").split(",") if choice.strip()]
         providers = dict(map(_choice, [*inherited, *choices]))
-        return cls(mode or environ.get("OPSHIM_POLICY") or "auto", providers)
+        certified = require_certified or environ.get("OPSHIM_REQUIRE_CERTIFIED", "") not in ("", "0")
+        return cls(mode or environ.get("OPSHIM_POLICY") or "auto", providers, certified)
 
     def environment(self) -> dict[str, str]:
         """The variables from which a child process parses this policy."""
         return {
             "OPSHIM_POLICY": self.mode,
             "OPSHIM_PROVIDER": ",".join(f"{op}={provider}" for op, provider in self.providers.items()),
+            "OPSHIM_REQUIRE_CERTIFIED": "1" if self.require_certified else "",
         }
 
     def validate(self) -> None:

@@ -16,10 +16,12 @@ from shim.policy import Policy
 DEVICES = ("cpu", "cuda")
 
 
-def prepare(mode: str | None = None, choices: Iterable[str] = (), files: Iterable[str] = ()) -> Policy:
+def prepare(
+    mode: str | None = None, choices: Iterable[str] = (), files: Iterable[str] = (), require_certified: bool = False
+) -> Policy:
     """Loads provider files and installed providers, then puts the policy in force: arguments first, then the
     environment. What is wrong is raised as an OpshimError before anything runs."""
-    policy = Policy.parse(mode, choices)
+    policy = Policy.parse(mode, choices, require_certified=require_certified)
     for file in files:
         plugins.load_file(file)
     plugins.load_all()

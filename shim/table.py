@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from shim import certificates
 from shim.loading import NativeLibrary, shown
 
 if TYPE_CHECKING:
@@ -12,18 +13,21 @@ if TYPE_CHECKING:
 
 
 def text(chains: Sequence[Chain]) -> str:
-    """A headline per op and a line per candidate, then the search path of each library."""
-    rows = [(one.label, one.state, one.reason) for chain in chains for one in chain.candidates]
+    """A headline per op and a line per candidate, then the search paths of libraries and certificates."""
+    rows = [(one.label, one.state) for chain in chains for one in chain.candidates]
     label, state = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = []
     for chain in chains:
         lines.append(f"{chain.op.name}   {chain.device}")
         for one in chain.candidates:
-            lines.append(f"  {one.label:{label}}  {one.state:{state}}  {one.reason}".rstrip())
-    for library in _libraries(chains):
-        findings = [(shown(path), words) for path, words in library.findings()]
+            lines.append(f"  {one.label:{label}}  {one.state:{state}}  {one.told}".rstrip())
+    places = {library.spec.filename: library.findings() for library in _libraries(chains)}
+    for device in dict.fromkeys(chain.device for chain in chains):
+        places[f"certificates ({device})"] = certificates.findings(device)
+    for what, findings in places.items():
+        findings = [(shown(path), words) for path, words in findings]
         width = max(len(path) for path, _ in findings)
-        lines.append(f"search path of {library.spec.filename}")
+        lines.append(f"search path of {what}")
         lines += [f"  {path:{width}}  {words}" for path, words in findings]
     return "\n".join(lines)
 

@@ -10,8 +10,9 @@ from shim.op import temporary
 def scratch(tmp_path, monkeypatch):
     """A clean shim: ops and providers registered by the test are forgotten, no OPSHIM_ variable is set but the cache,
     the policy is the default; gives the test's folder."""
-    for name in ("POLICY", "PROVIDER", "PROVIDER_FILES", "LIBRARY_PATH", "RUN_DIR", "CPU_ISA"):
+    for name in ("POLICY", "PROVIDER", "PROVIDER_FILES", "LIBRARY_PATH", "RUN_DIR", "CPU_ISA", "REQUIRE_CERTIFIED"):
         monkeypatch.delenv(f"OPSHIM_{name}", raising=False)
+    monkeypatch.delenv("OPSHIM_CERTIFICATES", raising=False)
     monkeypatch.setenv("OPSHIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(dispatch, "_warned", set())
     policy.set_policy(None)

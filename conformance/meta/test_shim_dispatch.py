@@ -295,7 +295,8 @@ def test_table_has_aligned_lines_and_the_search_path(op, scratch):
     assert lines[3].startswith("  native:jit          selected     ")
     assert lines[4] == "  reference           ready"
     assert lines[5] == "search path of libtiny.so"
-    assert all(line.endswith("not there") for line in lines[6:])
+    assert all(line.endswith("not there") for line in lines[6:8])
+    assert lines[8] == "search path of certificates (cpu)"
 
 
 def test_table_for_programs(op, scratch):

@@ -65,6 +65,7 @@ def serve(
     provider_files: Sequence[str] = (),
     host: str = "127.0.0.1",
     port: int = 8000,
+    require_certified: bool = False,
 ) -> int:
     """Serves until a signal comes; returns the exit code. `arguments`: the model first (or none), then vLLM's options.
     OpshimError for wrong usage."""
@@ -78,12 +79,14 @@ def serve(
 
     needed = ops_for_model(model.config, served_dtype(model.config, options.get("--dtype") or "auto"))
     say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
-    chosen = startup.prepare(policy or os.environ.get("OPSHIM_POLICY") or "strict", providers, provider_files)
+    mode = policy or os.environ.get("OPSHIM_POLICY") or "strict"
+    chosen = startup.prepare(mode, providers, provider_files, require_certified)
     chains = dispatch.resolve(needed, device)
     print(table.text(chains), flush=True)
     unserved = [chain.op.name for chain in chains if chain.selected is None]
     if unserved:
-        say(f"nothing is started: policy {chosen.mode} leaves {', '.join(unserved)} without an implementation")
+        what = "a certified implementation" if chosen.require_certified else "an implementation"
+        say(f"nothing is started: policy {chosen.mode} leaves {', '.join(unserved)} without {what}")
         return UNSERVED
     _show_hooks(device, needed)
 
