@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import shim
-from conformance import report
+from conformance import certificates, report
 from conformance.report.text import text
 from conformance.selection import Selection
 
@@ -25,10 +25,13 @@ def conform(
     level: str = "quick",
     json_out: str | None = None,
     seed: int = 0,
+    report_dir: str | None = None,
+    certificates_dir: str | Path | None = None,
 ) -> int:
     """Tests the provider and prints what a kernel's author needs. 0: full pass, 1: any failure, 2: wrong usage.
 
     No ops: every op that the provider implements. json_out: all reports in one file (schema: conformance/report).
+    report_dir: a folder that they join, for `runner.py report`. certificates_dir: where what is proven is written.
     """
     files = [str(Path(file).resolve()) for file in provider_files]
     try:
@@ -51,4 +54,8 @@ def conform(
     print(text(reports))
     if json_out:
         report.save(Path(json_out), report.merged(reports))
+    if report_dir:
+        print(f"report: {report.write(Path(report_dir), reports)}")
+    if certificates_dir:
+        print(*certificates.issue(reports, Path(certificates_dir)), sep="\n")
     return PASS if done.returncode == 0 and all(one["summary"]["verdict"] == "pass" for one in reports) else FAIL

@@ -1,19 +1,25 @@
 """Reports: what a run found, as JSON for programs and as text for people.
 
-One file per op, provider and device, `<op>.<provider>.<device>.json`, and `index.json` beside them. Schema 1:
+One file per op, provider and device, `<op>.<provider>.<device>.json`, and `index.json` beside them. A folder holds the
+runs of many providers: a later run joins it, and replaces the report of its own op, provider and device. Schema 2:
 
-    report   schema, op, provider, device, level, seed, build, date, environment, summary, cases
-    build    identity of the native library, "" where there is none
-    environment  opshim, torch, python, device (shim.device: type, name, facts, fingerprint)
+    report   schema, op, about (the first line of its contract), provider, device, level, seed, build, reference, date,
+             environment, coverage, summary, cases
+    build    identity, and what it was made from: {source, flags, compiler, arch} or {file, version}; {} where unknown
+    reference  identity of the file that defines the op
+    environment  suite, opshim, torch, python, system, threads, device (shim.device: type, name, facts, fingerprint)
+    coverage {listed, run}: cases that the tables have for the op at the level, and how many of them were run
     summary  passed, failed, skipped, verdict ("pass": all that ran passed and something ran; "fail"; "nothing ran"),
-             worst {case, ratio} of the passed cases, kinds {kind: {passed, failed, skipped, worst}}
+             worst {case, ratio} of the passed cases, kinds {kind: {passed, failed, skipped, worst}},
+             errors {median, p90, p99} of error over budget in the passed cases,
+             times {cases, provider_ms, reference_ms, speedup (median)} of the cases that ran on both
     case     case (its name), kind, sizes, dtype, level, seed, status ("pass", "fail", "skip"), reason, message, ratio,
-             findings [...], arguments {name: text} of a failure, provider_ms, reference_ms
+             findings [...], arguments {name: text} of a failure, provider_ms, reference_ms, replay (file, "" without)
     reason   of a failure: error_budget, row_error_budget, missing, non_finite, unequal, or a comparison's own;
              wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, aliases_input, wrote_inputs,
              wrote_outside, raised, not_refused, unavailable, crashed, broken_case. Of a skip: refused, not_offered
     finding  output, kind ("" when right), ratio (error over budget), error, budget, ulp, at [...], actual, exact, text
-    index    schema, date, environment, reports [{op, provider, device, level, file, summary}]
+    index    schema, date, environment, reports [{op, provider, device, level, date, file, summary}]
 
 `merged` is one document: the index with whole reports in `reports`. Numbers that JSON lacks are "inf", "-inf", "nan".
 """
@@ -25,16 +31,26 @@ import math
 import platform
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
+import shim
+from conformance import SUITE
+from shim import certificates
 from shim import device as devices
 
-SCHEMA = 1
+SCHEMA = 2
 _OF_REPORT = ("op", "provider", "device", "build")
+_OF_INDEX = ("op", "provider", "device", "level", "date", "summary")
+
+
+class ReportError(shim.OpshimError):
+    """A folder that holds no report, or one that this version does not read."""
 
 
 def build(results: Iterable[dict[str, Any]], level: str, seed: int) -> list[dict[str, Any]]:
@@ -46,9 +62,9 @@ def build(results: Iterable[dict[str, Any]], level: str, seed: int) -> list[dict
     for (op, provider, device), cases in groups.items():
         reports.append(
             {
-                "schema": SCHEMA, "op": op, "provider": provider, "device": device, "level": level, "seed": seed,
-                "build": next((case["build"] for case in cases if case["build"]), ""),
-                "date": datetime.now(UTC).isoformat(timespec="seconds"), "environment": environment(device),
+                "schema": SCHEMA, "op": op, **_of_op(op), "provider": provider, "device": device, "level": level,
+                "seed": seed, "build": next((case["build"] for case in cases if case["build"]), {}),
+                "date": _now(), "environment": environment(device), "coverage": _coverage(op, level, cases),
                 "summary": summary(cases),
                 "cases": [{k: v for k, v in case.items() if k not in _OF_REPORT} for case in cases],
             }
@@ -67,6 +83,8 @@ def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
         "verdict": verdict,
         "worst": worst and {"case": worst["case"], "ratio": worst["ratio"]},
         "kinds": kinds,
+        "errors": _errors(cases),
+        "times": _times(cases),
     }
 
 
@@ -76,26 +94,44 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         opshim = version("opshim")
     except PackageNotFoundError:
         opshim = "not installed"
-    here = devices.describe(device).as_dict()
-    return {"opshim": opshim, "torch": torch.__version__, "python": platform.python_version(), "device": here}
+    return {
+        "suite": SUITE,
+        "opshim": opshim,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "threads": torch.get_num_threads(),
+        "device": devices.describe(device).as_dict(),
+    }
 
 
 def write(folder: Path, reports: list[dict[str, Any]]) -> Path:
-    """Writes the reports and their index; returns the index's path."""
+    """Writes the reports and their index, which keeps what other runs wrote there; returns the index's path. An index
+    of another schema is started anew."""
     folder.mkdir(parents=True, exist_ok=True)
-    entries = []
+    try:
+        entries = {entry["file"]: entry for entry in _load(folder / "index.json")["reports"]}
+    except ReportError:
+        entries = {}
     for report in reports:
         name = f"{report['op']}.{report['provider'].replace(':', '-')}.{report['device']}.json"
         save(folder / name, report)
-        entries.append({key: report[key] for key in ("op", "provider", "device", "level", "summary")} | {"file": name})
-    save(folder / "index.json", _document(entries))
+        entries[name] = {key: report[key] for key in _OF_INDEX} | {"file": name}
+    save(folder / "index.json", _document([entries[name] for name in sorted(entries)]))
     return folder / "index.json"
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
-    """The reports that `write` left in a folder."""
-    index = json.loads((folder / "index.json").read_text())
-    return [json.loads((folder / entry["file"]).read_text()) for entry in index["reports"]]
+def read(place: Path) -> list[dict[str, Any]]:
+    """The reports that `write` left in a folder, or those in a file of its own; ReportError where there are none."""
+    if place.is_file():
+        document = _load(place)
+        return document["reports"] if "reports" in document else [document]
+    return [_load(place / entry["file"]) for entry in _load(place / "index.json")["reports"]]
+
+
+def digest(report: dict[str, Any]) -> str:
+    """SHA-256 of a report's content."""
+    return sha256(json.dumps(finite(report), sort_keys=True).encode()).hexdigest()
 
 
 def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
@@ -116,9 +152,63 @@ def finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text())
+        schema = document["schema"]
+    except FileNotFoundError:
+        what = f"{path.parent} holds no report: no {path.name} in it" if path.parent.is_dir() else f"no {path.parent}"
+        raise ReportError(what) from None
+    except OSError as error:
+        raise ReportError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ReportError(f"{path} is no report of the conformance suite") from None
+    if schema != SCHEMA:
+        raise ReportError(f"{path} is of schema {schema}, this version reads {SCHEMA}: run the suite again")
+    return document
+
+
 def _document(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    date = datetime.now(UTC).isoformat(timespec="seconds")
-    return {"schema": SCHEMA, "date": date, "environment": environment(), "reports": entries}
+    return {"schema": SCHEMA, "date": _now(), "environment": environment(), "reports": entries}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _of_op(name: str) -> dict[str, str]:
+    if name not in shim.names():
+        return {"about": "", "reference": ""}
+    reference = shim.get(name).reference
+    about = (reference.__doc__ or "").strip().partition("\n")[0]
+    return {"about": about, "reference": certificates.python_build(reference).get("identity", "")}
+
+
+def _coverage(op: str, level: str, cases: list[dict[str, Any]]) -> dict[str, int]:
+    from conformance.case import at_level
+    from conformance.cases import all_cases  # all tables: only a run needs them, reading its report does not
+
+    listed = {case.id for case in at_level(all_cases(), level) if case.op == op}
+    return {"listed": len(listed), "run": len(listed & {case["case"] for case in cases})}
+
+
+def _errors(cases: list[dict[str, Any]]) -> dict[str, float]:
+    ratios = sorted(case["ratio"] for case in cases if case["status"] == "pass")
+    return {
+        name: ratios[min(int(share * len(ratios)), len(ratios) - 1)] if ratios else 0.0
+        for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))
+    }
+
+
+def _times(cases: list[dict[str, Any]]) -> dict[str, Any]:
+    timed = [(case["provider_ms"], case["reference_ms"]) for case in cases]
+    timed = [(mine, reference) for mine, reference in timed if mine and reference]
+    return {
+        "cases": len(timed),
+        "provider_ms": sum(mine for mine, _ in timed),
+        "reference_ms": sum(reference for _, reference in timed),
+        "speedup": median(reference / mine for mine, reference in timed) if timed else None,
+    }
 
 
 def _kinds(cases: list[dict[str, Any]]) -> list[str]:

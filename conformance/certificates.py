@@ -1,0 +1,77 @@
+"""Certificates, written: a full pass is kept as a proof for this build on this device, a failure as a warning.
+
+A full pass: every case that the tables list for the op at that level was run, some passed and none failed. What is
+known of a build stays until something at least as good is known: a failure replaces a pass, a pass at the same or a
+higher level replaces a failure. A partial run proves nothing, yet what fails in it has failed.
+`shim/certificates.py` has the files' layout and reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from conformance import report as reports
+from conformance.case import LEVELS
+from shim import certificates
+
+
+def issue(results: Iterable[dict[str, Any]], folder: Path | None = None) -> list[str]:
+    """Writes what the reports prove; one line per report says what came of it. Default folder: where serve looks."""
+    folder = folder or certificates.folders()[0]
+    return [_issue(report, folder) for report in results if report["provider"] != "reference"]
+
+
+def obstacle(report: dict[str, Any]) -> str:
+    """Why the report is no full pass; empty where it is one."""
+    summary, coverage = report["summary"], report["coverage"]
+    if summary["failed"]:
+        return f"{summary['failed']} cases failed"
+    if not summary["passed"]:
+        return "nothing ran"
+    if coverage["run"] < coverage["listed"] or not coverage["listed"]:
+        return f"only {coverage['run']} of {coverage['listed']} cases were run"
+    return "" if report["build"] else "its code cannot be identified"
+
+
+def _issue(report: dict[str, Any], folder: Path) -> str:
+    provider = report["provider"].removesuffix(":precompiled").removesuffix(":jit")
+    what = f"{report['op']} {provider}"
+    reason = obstacle(report)
+    if not report["build"] or (reason and not report["summary"]["failed"]):
+        return f"{what}: no certificate, as {reason}"
+    device = report["environment"]["device"]
+    path = certificates.path(folder, device["fingerprint"], report["op"], provider)
+    new = {
+        "schema": certificates.SCHEMA, "op": report["op"], "provider": provider,
+        "verdict": "fail" if reason else "pass", "device": device, "build": report["build"],
+        "reference": report["reference"], "level": report["level"], "suite": report["environment"]["suite"],
+        "seed": report["seed"], "date": report["date"],
+        "cases": {name: report["summary"][name] for name in ("passed", "failed", "skipped")},
+        "report": reports.digest(report),
+    }  # fmt: skip
+    if _replaces(new, _old(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        reports.save(draft, new)
+        draft.replace(path)
+        return f"{what}: {f'not certified, as {reason}' if reason else 'certified'} ({path})"
+    return f"{what}: the certificate stays as it was ({path})"
+
+
+def _old(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _replaces(new: dict[str, Any], old: Any) -> bool:
+    """Whether the new record is worth more than the old one."""
+    same = ("schema", "build", "reference", "suite")
+    if not isinstance(old, dict) or any(old.get(name) != new[name] for name in same) or new["verdict"] == "fail":
+        return True
+    return LEVELS.index(new["level"]) >= (LEVELS.index(old["level"]) if old.get("level") in LEVELS else 0)
