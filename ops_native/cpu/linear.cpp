@@ -17,7 +17,7 @@ extern "C" int OPSHIM(matmul_fp16)(const void* a_, const void* b_, const void* b
   };
   const int64_t panel_bytes = panels ? panel_of(0).bytes() : 0;
   char* packed = scratch<struct Packed, char>(panels * panel_bytes);
-  if (!packed && panels) return kNoMemory;
+  if (!packed) return kNoMemory;
 
   parallel_for(panels, threads, [&](int64_t p) {
     Panel x = panel_of(p);

@@ -42,7 +42,7 @@ int for_each_wave(const Run* runs, int64_t count, const int32_t* slots, int64_t 
   int64_t run = 0, done = 0;  // slots of the run that earlier waves took
   Batch* batches = scratch<struct Batches, Batch>(count < kWave ? count : kWave);
   Group* groups = scratch<struct Groups, Group>((count < kWave ? count : kWave) + kWave / kColumns);
-  if (count && (!batches || !groups)) return kNoMemory;
+  if (!batches || !groups) return kNoMemory;
   while (run < count) {
     Wave wave{batches, groups, 0, 0};
     int64_t bytes = 0;
@@ -218,7 +218,7 @@ int grouped(const Grouped& g) {
   int32_t* slots = scratch<struct Compact, int32_t>(g.entries);
   Run* runs = scratch<struct BlockRuns, Run>(blocks);
   uint8_t* written = scratch<struct Written, uint8_t>(g.slots);
-  if ((g.entries && (!slots || !runs)) || (g.slots && !written)) return kNoMemory;
+  if (!slots || !runs || !written) return kNoMemory;
   std::memset(written, 0, g.slots);
   int64_t count = 0, used = 0;
   for (int64_t b = 0; b < blocks; ++b) {
@@ -233,6 +233,7 @@ int grouped(const Grouped& g) {
       written[s] = 1;
     }
     runs[count - 1].count = used - runs[count - 1].first;
+    if (!runs[count - 1].count) --count;
   }
   parallel_for(g.slots, g.threads, [&](int64_t s) {
     if (!written[s]) std::memset((void*)(y + s * g.rows), 0, g.rows * sizeof(T));

@@ -214,7 +214,7 @@ inline T* scratch(int64_t count) {
     ~Buffer() { std::free(data); }
   };
   static thread_local Buffer buffer;
-  const size_t bytes = (size_t(count) * sizeof(T) + 63) / 64 * 64;
+  const size_t bytes = (size_t(count) * sizeof(T) + 64) / 64 * 64;  // of nothing, too, there is a buffer
   if (bytes > buffer.size) {
     std::free(buffer.data);
     buffer.data = std::aligned_alloc(64, bytes);
