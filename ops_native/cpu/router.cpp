@@ -11,7 +11,7 @@ namespace {
 constexpr int kMaxExperts = 1024, kChunk = 64, kMaxChunks = kMaxExperts / kChunk, kRowsPerTask = 16;
 constexpr int32_t kTaken = INT32_MIN;  // below the key of every score
 
-struct Row {
+struct Row {  // of experts, padded to whole chunks
   float p[kMaxExperts];
   int32_t key[kMaxExperts];
   int32_t best[kMaxChunks];
@@ -39,8 +39,7 @@ vi key_of(vf score) {
 int32_t best_of(const int32_t* key) {
   vi most = vi{} + kTaken;
   for (int i = 0; i < kChunk; i += W) {
-    vi x;
-    std::memcpy(&x, key + i, sizeof x);
+    const vi x = *(const vi*)(key + i);
     const vi more = vi(x > most);
     most = (x & more) | (most & ~more);
   }
@@ -71,13 +70,12 @@ void route(Row& row, const T* logits, int64_t stride, const float* bias, int64_t
     vf score = load(row.p + e);
     if (bias)
       for (int i = 0; i < W && e + i < experts; ++i) score[i] += bias[(e + i) * bias_stride];
-    const vi key = key_of(score);
-    std::memcpy(row.key + e, &key, sizeof key);
+    *(vi*)(row.key + e) = key_of(score);
   }
   for (int e = experts; e < padded; ++e) row.key[e] = kTaken;
   for (int c = 0; c < chunks; ++c) row.best[c] = best_of(row.key + c * kChunk);
 
-  float total = 0;
+  double total = 0;
   for (int j = 0; j < topk; ++j) {
     int32_t most = row.best[0];
     for (int c = 1; c < chunks; ++c) most = row.best[c] > most ? row.best[c] : most;
@@ -91,7 +89,7 @@ void route(Row& row, const T* logits, int64_t stride, const float* bias, int64_t
     total += weights[j];
   }
   if (renormalize)
-    for (int j = 0; j < topk; ++j) weights[j] /= total;
+    for (int j = 0; j < topk; ++j) weights[j] = float(weights[j] / total);
 }
 
 }  // namespace
