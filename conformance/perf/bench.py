@@ -110,7 +110,8 @@ def printed(rows: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterato
         for one in row["providers"].values():
             cells += f"{'-':>18}{'-':>10}" if one["ms"] is None else f"{one['ms']:18.3f}{one['speedup']:9.1f}x"
             notes += [one["reason"]] if one["reason"] else []
-        print(f"{row['op']:22}{row['size']:48}{row['reference_ms']:14.3f}{cells}  {'; '.join(notes)}".rstrip(), flush=True)
+        line = f"{row['op']:22}{row['size']:48}{row['reference_ms']:14.3f}{cells}  {'; '.join(notes)}"
+        print(line.rstrip(), flush=True)
         yield row
 
 

@@ -26,7 +26,7 @@ LAYER: dict[str, tuple[torch.dtype, list[dict]]] = {
     "reshape_and_cache": (BF16, [{"T": T, **PAGES, "BS": 544} for T in (16, 1024)]),
     "paged_attention_v2": (
         BF16,
-        [{"lengths": (4096,), **PAGES}, {"lengths": (1024,) * 8, **PAGES}, {"lengths": (4096,) * 4, **PAGES, "BS": 544}],
+        [{"lengths": (L,) * B, **PAGES, "BS": BS} for B, L, BS in ((1, 4096, 16), (8, 1024, 16), (4, 4096, 544))],
     ),
     "paged_prefill": (
         BF16,
