@@ -8,44 +8,41 @@ import shim
 from ops_native.libraries import CPU, DTYPE
 
 
-def _refusal(state=None, **tensors):
-    """True where the last dimension of every tensor, and each slot of the state, is contiguous; else what is not."""
-    for name, tensor in tensors.items():
-        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-            return f"{name} is not contiguous in its last dimension (stride {tensor.stride(-1)})"
-    if state is not None and not state[:1].is_contiguous():
-        return f"state is not contiguous within a slot (strides {state.stride()})"
-    return True
-
-
 def _gating_supports(a, b, A_log, dt_bias):
-    return _refusal(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    return _contiguous_inside(a=a, b=b, A_log=A_log, dt_bias=dt_bias)
 
 
 def _prefill_supports(q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True):
-    return _refusal(state, q=q, k=k, v=v, g=g, beta=beta, has_initial_state=has_initial_state, cu_seqlens=cu_seqlens)
+    return _contiguous_inside(
+        state, q=q, k=k, v=v, g=g, beta=beta, has_initial_state=has_initial_state, cu_seqlens=cu_seqlens
+    )
 
 
 def _decode_supports(q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1):
-    return _refusal(state, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
+    return _contiguous_inside(state, q=q, k=k, v=v, a=a, b=b, A_log=A_log, dt_bias=dt_bias)
 
 
-def _row_strides(q, k, v):
-    """Token and head strides of q, k and v."""
-    return *q.stride()[:2], *k.stride()[:2], *v.stride()[:2]
+def _contiguous_inside(state=None, **tensors):
+    """True where every tensor's last dimension, and each slot of the state, is contiguous; else the words for it."""
+    for name, tensor in tensors.items():
+        if tensor.stride()[-1] != 1 and tensor.shape[-1] > 1:
+            return f"the last dimension of {name} is not contiguous (strides {tensor.stride()})"
+    if state is not None:
+        _, _, V, K = state.shape
+        if state.stride()[1:] != (V * K, K, 1) and not state[:1].is_contiguous():  # sizes of 1 may have any stride
+            return f"the slots of state are not contiguous (strides {state.stride()})"
+    return True
 
 
 @shim.native("gdn_gating", library=CPU, symbols={"opshim_gdn_gating": "ppppppiiiiii"}, supports=_gating_supports)
 def gdn_gating(c, a, b, A_log, dt_bias):
-    g = a.new_empty(a.shape, dtype=torch.float32)
-    beta = torch.empty_like(g)
+    T, HV = a.shape
+    g = torch.empty((T, HV), dtype=torch.float32, device="cpu")
+    beta = torch.empty((T, HV), dtype=torch.float32, device="cpu")
     c.opshim_gdn_gating(
-        *(x.data_ptr() for x in (a, b, A_log, dt_bias, g, beta)),
-        *a.shape,
-        a.stride(0),
-        b.stride(0),
-        DTYPE[a.dtype],
-        torch.get_num_threads(),
+        *(a.data_ptr(), b.data_ptr(), A_log.data_ptr(), dt_bias.data_ptr(), g.data_ptr(), beta.data_ptr()),
+        *(T, HV, a.stride()[0], b.stride()[0]),
+        *(DTYPE[a.dtype], torch.get_num_threads()),
     )
     return g, beta
 
@@ -57,13 +54,15 @@ def gdn_gating(c, a, b, A_log, dt_bias):
     supports=_prefill_supports,
 )
 def gdn_prefill(c, q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True):
-    o = v.new_empty(v.shape)
     T, H, K = q.shape
+    _, HV, V = v.shape
+    o = torch.empty((T, HV, V), dtype=v.dtype, device="cpu")
     c.opshim_gdn_prefill(
-        *(x.data_ptr() for x in (q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, o)),
-        *(T, state_indices.shape[0], H, v.shape[1], K, v.shape[2], state.shape[0]),
-        *_row_strides(q, k, v),
-        *(g.stride(0), beta.stride(0), state.stride(0), state_indices.stride(0)),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), state.data_ptr()),
+        *(state_indices.data_ptr(), has_initial_state.data_ptr(), cu_seqlens.data_ptr(), o.data_ptr()),
+        *(T, state_indices.shape[0], H, HV, K, V, state.shape[0]),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride()[0], beta.stride()[0]),
+        *(state.stride()[0], state_indices.stride()[0]),
         K**-0.5 if scale is None else scale,
         *(l2norm, DTYPE[q.dtype], DTYPE[state.dtype], torch.get_num_threads()),
     )
@@ -77,13 +76,15 @@ def gdn_prefill(c, q, k, v, g, beta, state, state_indices, has_initial_state, cu
     supports=_decode_supports,
 )
 def gdn_decode(c, q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1):
-    o = v.new_empty(v.shape)
     B, H, K = q.shape
+    _, HV, V = v.shape
+    o = torch.empty((B, HV, V), dtype=v.dtype, device="cpu")
     c.opshim_gdn_decode(
-        *(x.data_ptr() for x in (q, k, v, a, b, A_log, dt_bias, state, state_indices, o)),
-        *(B, H, v.shape[1], K, v.shape[2], state.shape[0]),
-        *_row_strides(q, k, v),
-        *(a.stride(0), b.stride(0), state.stride(0), state_indices.stride(0)),
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), a.data_ptr(), b.data_ptr(), A_log.data_ptr(), dt_bias.data_ptr()),
+        *(state.data_ptr(), state_indices.data_ptr(), o.data_ptr()),
+        *(B, H, HV, K, V, state.shape[0]),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], a.stride()[0], b.stride()[0]),
+        *(state.stride()[0], state_indices.stride()[0]),
         K**-0.5 if scale is None else scale,
         *(l2norm, null_index, DTYPE[q.dtype], DTYPE[state.dtype], torch.get_num_threads()),
     )

@@ -158,62 +158,78 @@ def apply(s: Tensor, x: Tensor) -> Tensor:
 
 @gdn_gating.checks
 def _check_gating(a, b, A_log, dt_bias):
-    op = "gdn_gating"
-    tokens, heads = need_act(op, "a", a, 2)
-    _need(op, a, "b", b, (tokens, heads), {a.dtype})
-    computed = {wide(a.dtype)}
-    _need(op, a, "A_log", A_log, (heads,), computed)
-    _need(op, a, "dt_bias", dt_bias, (heads,), computed)
+    _, heads = need_act("gdn_gating", "a", a, 2)
+    computed = (wide(a.dtype),)
+    _need_all(
+        "gdn_gating",
+        a,
+        ("b", b, a.shape, (a.dtype,)),
+        ("A_log", A_log, (heads,), computed),
+        ("dt_bias", dt_bias, (heads,), computed),
+    )
 
 
 @gdn_prefill.checks
 def _check_prefill(q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True):
-    op = "gdn_prefill"
-    tokens, heads = _check_core(op, q, k, v, state, scale)
-    computed = {wide(q.dtype)}
-    _need(op, q, "g", g, (tokens, heads), computed)
-    _need(op, q, "beta", beta, (tokens, heads), computed)
-    (bounds,) = need_tensor(op, "cu_seqlens", cu_seqlens, 1, INT32, q.get_device())
+    tokens, heads = _check_core("gdn_prefill", q, v, state, scale)
+    (bounds,) = need_tensor("gdn_prefill", "cu_seqlens", cu_seqlens, 1, INT32, q.get_device())
     if bounds == 0:
-        refuse(op, "cu_seqlens", "[N+1], at least one entry", cu_seqlens)
-    _need(op, q, "state_indices", state_indices, (bounds - 1,), INT32)
-    _need(op, q, "has_initial_state", has_initial_state, (bounds - 1,), BOOL)
+        refuse("gdn_prefill", "cu_seqlens", "[N+1], at least one entry", cu_seqlens)
+    computed = (wide(q.dtype),)
+    _need_all(
+        "gdn_prefill",
+        q,
+        ("k", k, q.shape, (q.dtype,)),
+        ("g", g, (tokens, heads), computed),
+        ("beta", beta, (tokens, heads), computed),
+        ("state_indices", state_indices, (bounds - 1,), INT32),
+        ("has_initial_state", has_initial_state, (bounds - 1,), BOOL),
+    )
 
 
 @gdn_decode.checks
 def _check_decode(q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1):
-    op = "gdn_decode"
-    rows, heads = _check_core(op, q, k, v, state, scale)
-    act, computed = {q.dtype}, {wide(q.dtype)}
-    _need(op, q, "a", a, (rows, heads), act)
-    _need(op, q, "b", b, (rows, heads), act)
-    _need(op, q, "A_log", A_log, (heads,), computed)
-    _need(op, q, "dt_bias", dt_bias, (heads,), computed)
-    _need(op, q, "state_indices", state_indices, (rows,), INT32)
+    rows, heads = _check_core("gdn_decode", q, v, state, scale)
+    act, computed = (q.dtype,), (wide(q.dtype),)
+    _need_all(
+        "gdn_decode",
+        q,
+        ("k", k, q.shape, act),
+        ("a", a, (rows, heads), act),
+        ("b", b, (rows, heads), act),
+        ("A_log", A_log, (heads,), computed),
+        ("dt_bias", dt_bias, (heads,), computed),
+        ("state_indices", state_indices, (rows,), INT32),
+    )
 
 
-def _check_core(op, q, k, v, state, scale):
-    """What prefill and decode share: q and k alike, v of the same tokens, H dividing HV, a pool that fits.
-
-    Returns the number of tokens and of value heads.
-    """
+def _check_core(op, q, v, state, scale):
+    """What prefill and decode share: v of the tokens of q, H dividing HV, a pool that fits. Returns tokens and HV."""
     tokens, heads, key_size = need_act(op, "q", q, 3)
     act, device = q.dtype, q.get_device()
-    _need(op, q, "k", k, (tokens, heads, key_size), {act})
-    rows, value_heads, value_size = need_tensor(op, "v", v, 3, {act}, device)
+    rows, value_heads, value_size = need_tensor(op, "v", v, 3, (act,), device)
     if rows != tokens or not heads or value_heads % heads:
         refuse(op, "v", f"[{tokens},HV,V] with HV a multiple of the {heads} heads of q", v)
-    if need_tensor(op, "state", state, 4, {act, wide(act)}, device)[1:] != (value_heads, value_size, key_size):
+    if need_tensor(op, "state", state, 4, (act, wide(act)), device)[1:] != (value_heads, value_size, key_size):
         refuse(op, "state", f"[S,{value_heads},{value_size},{key_size}]", state)
     if scale is not None and not isinstance(scale, float | int):
         refuse(op, "scale", "a number or None", scale)
     return tokens, value_heads
 
 
-def _need(op, like, argument, value, shape, dtypes):
-    """Refuses anything but a tensor of that very shape, of one of the dtypes, on the device of `like`."""
-    if need_tensor(op, argument, value, len(shape), dtypes, like.get_device()) != shape:
-        refuse(op, argument, str(list(shape)), value)
+def _need_all(op, like, *wanted):
+    """Refuses the first of (argument, value, shape, dtypes) that is no such tensor on the device of `like`.
+
+    One loop for all, as a call per tensor would cost more than all else that happens before a kernel starts.
+    """
+    device = like.get_device()
+    for argument, value, shape, dtypes in wanted:
+        try:
+            if value.shape == shape and value.dtype in dtypes and value.get_device() == device:
+                continue
+        except AttributeError:  # no tensor at all
+            pass
+        refuse(op, argument, f"{names_of(dtypes)} {list(shape)} on {like.device}", value)
 
 
 @gdn_gating.domain

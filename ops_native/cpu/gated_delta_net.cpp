@@ -10,18 +10,6 @@ namespace OPSHIM_ISA {
 
 constexpr int kRows = 4;  // state rows at a time
 
-// f(offset, load of a vector) over K values: whole vectors, then the rest.
-template <class F>
-inline void each_vector(int64_t K, F&& f) {
-  int64_t i = 0;
-  for (; i + W <= K; i += W) f(i, W);
-  if (i < K) f(i, int(K - i));
-}
-template <class T>
-inline vf load_up_to(const T* p, int n) { return n == W ? load(p) : load(p, n); }
-template <class T>
-inline void store_up_to(T* p, vf v, int n) { n == W ? store(p, v) : store(p, v, n); }
-
 inline vf only(vf v, int n) {  // the first n lanes; the others 0, whatever they hold
   if (n == W) return v;
   float lanes[W];
@@ -92,7 +80,7 @@ int decode(const Decode& p, Rows<A> q, Rows<A> k, Rows<A> v, S* state, A* o) {
     unit_row(q.at(row, shared), p.K, p.l2norm, kq + padded, W);
     const float a = to_f32(static_cast<const A*>(p.a)[row * p.a_stride + head]);
     const float b = to_f32(static_cast<const A*>(p.b)[row * p.b_stride + head]);
-    const vf g = gate(splat(a), splat(p.A_log[head]), splat(p.dt_bias[head]));
+    const vf g = softplus(splat(a + p.dt_bias[head])) * -vexp(splat(p.A_log[head]));
     const float decay = decay_of(g)[0], beta = sigmoid(splat(b))[0];
 
     S* s = state + p.slots[row * p.slots_stride] * p.state_stride + head * p.V * p.K;
@@ -106,12 +94,25 @@ int decode(const Decode& p, Rows<A> q, Rows<A> k, Rows<A> v, S* state, A* o) {
   return status;
 }
 
+struct Gating;  // names its scratch
+
 template <class A>
-void gating_row(const A* a, const A* b, const float* A_log, const float* dt_bias, float* g, float* beta, int64_t HV) {
-  each_vector(HV, [&](int64_t i, int n) {
-    store_up_to(g + i, gate(load_up_to(a + i, n), load_up_to(A_log + i, n), load_up_to(dt_bias + i, n)), n);
-    store_up_to(beta + i, sigmoid(load_up_to(b + i, n)), n);
+int gating(const A* a, int64_t a_stride, const A* b, int64_t b_stride, const float* A_log, const float* dt_bias, float* g,
+           float* beta, int64_t T, int64_t HV, int64_t threads) {
+  constexpr int64_t rows = 64;  // of a task
+  int status = kOk;
+  parallel_for((T + rows - 1) / rows, threads, [&](int64_t task) {
+    float* rate = scratch<Gating, float>(rounded_up(HV, W));
+    if (!rate) return __atomic_store_n(&status, kNoMemory, __ATOMIC_RELAXED);
+    each_vector(HV, [&](int64_t i, int n) { store(rate + i, -vexp(load_up_to(A_log + i, n))); });
+    for (int64_t t = task * rows; t < T && t < (task + 1) * rows; ++t)
+      each_vector(HV, [&](int64_t i, int n) {
+        const vf x = load_up_to(a + t * a_stride + i, n) + load_up_to(dt_bias + i, n);
+        store_up_to(g + t * HV + i, softplus(x) * load(rate + i), n);
+        store_up_to(beta + t * HV + i, sigmoid(load_up_to(b + t * b_stride + i, n)), n);
+      });
   });
+  return status;
 }
 
 }  // namespace OPSHIM_ISA
@@ -124,14 +125,8 @@ extern "C" int OPSHIM(gdn_gating)(const void* a, const void* b, const float* A_l
                                   int64_t dtype, int64_t threads) {
   return with_dtype(dtype, [&](auto type) {
     using A = decltype(type);
-    constexpr int64_t rows_per_task = 64;
-    parallel_for((T + rows_per_task - 1) / rows_per_task, threads, [&](int64_t task) {
-      const int64_t last = (task + 1) * rows_per_task < T ? (task + 1) * rows_per_task : T;
-      for (int64_t t = task * rows_per_task; t < last; ++t)
-        gating_row(static_cast<const A*>(a) + t * a_stride, static_cast<const A*>(b) + t * b_stride, A_log, dt_bias,
-                   g + t * HV, beta + t * HV, HV);
-    });
-    return int(kOk);
+    return gating(static_cast<const A*>(a), a_stride, static_cast<const A*>(b), b_stride, A_log, dt_bias, g, beta, T, HV,
+                  threads);
   });
 }
 

@@ -100,55 +100,46 @@ void prepare(const Prefill& p, Rows<A> q, Rows<A> k, int64_t head, int64_t t, in
   c.whole = c.start[kBlock - 1];
 }
 
-// One block of tokens through one slab s [K][kSlab]; v, o: the slab's part of the block's first token.
-template <class A>
-void pass(float* s, int64_t K, const float* x, const Block& c, const A* v, int64_t v_stride, A* o, int64_t o_stride,
-          int64_t width) {
+// One block of tokens through one slab s [K][kSlab]. v: the slab's part of the four tokens' values, rows `stride` apart;
+// the outputs take their place.
+inline void pass(float* s, int64_t K, const float* x, const Block& c, float* v, int64_t stride) {
   constexpr int step = 2 * kBlock * W;
   vf sk[kBlock][kVectors] = {}, sq[kBlock][kVectors] = {}, u[kBlock][kVectors] = {};
-  for (int64_t first = 0; first < K; first += W, x += step) {
+  const float* panel = x;
+  for (int64_t first = 0; first < K; first += W, panel += step) {
     const int count = K - first < W ? int(K - first) : W;
-    for (int n = 0; n < count; ++n) {
+    for (int n = 0; n < count; ++n)
       for (int j = 0; j < kVectors; ++j) {
         const vf row = load(s + (first + n) * kSlab + j * W);
         for (int i = 0; i < kBlock; ++i) {
-          sk[i][j] += row * x[i * W + n];
-          sq[i][j] += row * x[(kBlock + i) * W + n];
+          sk[i][j] += row * panel[i * W + n];
+          sq[i][j] += row * panel[(kBlock + i) * W + n];
         }
       }
-    }
   }
-  x -= (K + W - 1) / W * step;
-  for (int j = 0; j < kVectors; ++j) {
-    const int64_t left = width - j * W;
-    const int lanes = left >= W ? W : left > 0 ? int(left) : 0;
-    for (int i = 0; i < c.tokens; ++i) {
-      const A* from = v + i * v_stride + j * W;
-      A* to = o + i * o_stride + j * W;
-      vf rest = (lanes == W ? load(from) : load(from, lanes)) - sk[i][j] * c.start[i];
-      vf out = sq[i][j] * c.out[i];
+  for (int i = 0; i < kBlock; ++i)
+    for (int j = 0; j < kVectors; ++j) {
+      vf rest = load(v + i * stride + j * W) - sk[i][j] * c.start[i], out = sq[i][j] * c.out[i];
       for (int l = 0; l < i; ++l) {
         rest -= u[l][j] * c.keys[i][l];
         out += u[l][j] * c.reads[i][l];
       }
-      u[i][j] = rest * c.beta[i];
-      out += u[i][j] * c.reads[i][i];
-      if (lanes == W)
-        store(to, out);
-      else
-        store(to, out, lanes);
+      u[i][j] = i < c.tokens ? rest * c.beta[i] : vf{};
+      store(v + i * stride + j * W, out + u[i][j] * c.reads[i][i]);
     }
-    for (int i = 0; i < c.tokens; ++i) u[i][j] *= c.end[i];
-  }
-  for (int64_t first = 0; first < K; first += W, x += step) {
+  for (int i = 0; i < kBlock; ++i)
+    for (int j = 0; j < kVectors; ++j) u[i][j] *= c.end[i];
+  const vf whole = splat(c.whole);
+  panel = x;
+  for (int64_t first = 0; first < K; first += W, panel += step) {
     const int count = K - first < W ? int(K - first) : W;
     for (int n = 0; n < count; ++n) {
-      for (int j = 0; j < kVectors; ++j) {
-        float* at = s + (first + n) * kSlab + j * W;
-        vf row = load(at) * c.whole;
-        for (int i = 0; i < kBlock; ++i) row += u[i][j] * x[i * W + n];
-        store(at, row);
-      }
+      float* at = s + (first + n) * kSlab;
+      vf row[kVectors];
+      for (int j = 0; j < kVectors; ++j) row[j] = load(at + j * W) * whole;
+      for (int i = 0; i < kBlock; ++i)
+        for (int j = 0; j < kVectors; ++j) row[j] += u[i][j] * panel[i * W + n];
+      for (int j = 0; j < kVectors; ++j) store(at + j * W, row[j]);
     }
   }
 }
@@ -159,9 +150,9 @@ int sequence(const Prefill& p, Rows<A> q, Rows<A> k, Rows<A> v, S* state, Rows<A
              int64_t first, int64_t last) {
   const int64_t height = rounded_up(last - first, kSlab), size = p.K * kSlab;
   const int64_t block = rounded_up(p.K, W) * 2 * kBlock;
-  float* s = scratch<Prefill, float>(height * p.K + kTile / kBlock * block);
+  float* s = scratch<Prefill, float>(height * p.K + kTile / kBlock * block + kTile * height);
   if (!s) return kNoMemory;
-  float* x = s + height * p.K;
+  float *x = s + height * p.K, *values = x + kTile / kBlock * block;
   S* kept = p.slot(n) < 0 ? nullptr : state + p.slot(n) * p.state_stride + head * p.V * p.K;
   std::memset(s, 0, height * p.K * sizeof(float));
   if (kept && p.continued[n])
@@ -173,12 +164,18 @@ int sequence(const Prefill& p, Rows<A> q, Rows<A> k, Rows<A> v, S* state, Rows<A
   const int64_t end = p.bounds[n + 1];
   for (int64_t tile = p.bounds[n]; tile < end; tile += kTile) {
     const int64_t stop = end - tile < kTile ? end : tile + kTile;
+    for (int64_t t = tile; t < stop; ++t)
+      unit_row(v.at(t, head) + first, last - first, false, values + (t - tile) * height, W);
     for (int64_t t = tile, b = 0; t < stop; t += kBlock, ++b)
       prepare(p, q, k, head, t, stop - t < kBlock ? int(stop - t) : kBlock, x + b * block, blocks[b]);
     for (int64_t i = first; i < last; i += kSlab)
       for (int64_t t = tile, b = 0; t < stop; t += kBlock, ++b)
-        pass(s + (i - first) / kSlab * size, p.K, x + b * block, blocks[b], v.at(t, head) + i, v.token_stride,
-             o.at(t, head) + i, o.token_stride, last - i);
+        pass(s + (i - first) / kSlab * size, p.K, x + b * block, blocks[b], values + (t - tile) * height + i - first,
+             height);
+    for (int64_t t = tile; t < stop; ++t)
+      each_vector(last - first, [&](int64_t i, int n) {
+        store_up_to(o.at(t, head) + first + i, load(values + (t - tile) * height + i), n);
+      });
   }
 
   if (kept)
