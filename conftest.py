@@ -60,6 +60,19 @@ def pytest_xdist_auto_num_workers(config):
     return _cores()
 
 
+def pytest_xdist_make_scheduler(config, log):
+    """Tests go to whoever is free, but those of one file of conformance/serving stay together: they share engines.
+    (xdist's own loadgroup does that by marks, but has no effect under this pytest.)"""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return file if file.startswith("conformance/serving/") else nodeid
+
+    return Scheduling(config, log)
+
+
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
 

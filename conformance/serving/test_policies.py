@@ -1,0 +1,47 @@
+"""vLLM on native ops, on the references, and without opshim makes the same of the bundled model."""
+
+import pytest
+
+from conformance.serving import engines
+from conformance.serving.agreement import disagreements
+
+RUNS = [("strict", "float32"), ("reference", "float32"), ("strict", "bfloat16"), (engines.STOCK, "bfloat16")]
+ALWAYS = {"topk_softmax", "fused_moe", "gdn_prefill", "gdn_decode", "reshape_and_cache", "paged_prefill"}
+
+
+@pytest.fixture(scope="module")
+def scores(tmp_path_factory):
+    return engines.scores(RUNS, tmp_path_factory.mktemp("scores"))
+
+
+@pytest.fixture(scope="module")
+def exact(scores):
+    """The references in float32: what every other run is an approximation of."""
+    return scores["reference", "float32"]
+
+
+@pytest.mark.parametrize("run", [run for run in RUNS if run[0] != "reference"], ids="-".join)
+def test_teacher_forced_log_probabilities_agree_with_the_references(scores, exact, run):
+    assert disagreements(exact["texts"], scores[run]["texts"]) == []
+
+
+def test_greedy_tokens_of_native_and_reference_are_identical_in_float32(scores, exact):
+    assert scores["strict", "float32"]["greedy"] == exact["greedy"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_under_strict_every_call_within_a_domain_is_native(scores, dtype):
+    calls = scores["strict", dtype]["calls"]
+    native = {op for op, candidate, *_ in calls if candidate.startswith("native")}
+    assert native >= ALWAYS
+    for op, candidate, count, failures, refusals, outside in calls:
+        assert failures == refusals == 0
+        assert candidate.startswith("native") or count == outside, (op, candidate)
+
+
+def test_under_the_reference_policy_every_call_is_the_references(exact):
+    assert {candidate for _, candidate, *_ in exact["calls"]} == {"reference"}
+
+
+def test_without_the_plugin_no_call_is_opshims(scores):
+    assert scores[engines.STOCK, "bfloat16"]["calls"] == []
