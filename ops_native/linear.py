@@ -11,9 +11,10 @@ from ops_reference.common import describe
 
 def _row_stride(a: torch.Tensor) -> int | None:
     """The distance of rows where all leading dimensions together are rows at one distance; None where they are not."""
-    sizes, strides = a.shape[:-1], a.stride()[:-1]
     distance = expected = None
-    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+    if a.numel() == 0:
+        return a.shape[-1]
+    for size, stride in zip(reversed(a.shape[:-1]), reversed(a.stride()[:-1]), strict=True):
         if size == 1:
             continue
         if expected is not None and stride != expected:

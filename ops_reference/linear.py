@@ -47,7 +47,7 @@ def _fake(a, b, bias=None):
 
 @matmul_fp16.inputs
 def _inputs(generator, device, dtype, M=32, N=96, K=64, bias=False):
-    b = torch.empty(N, K, dtype=dtype).normal_(0, K**-0.5, generator=generator)
+    b = torch.empty(N, K, dtype=dtype).normal_(0, max(K, 1) ** -0.5, generator=generator)
     return {
         "a": torch.randn(M, K, generator=generator).to(device, dtype),
         "b": b.to(device),
