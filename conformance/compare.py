@@ -262,8 +262,9 @@ def compare_topk(evaluation: Evaluation) -> list[Finding]:
     settled = ~probability.isnan().any(-1, keepdim=True)
     best = key.argsort(dim=-1, descending=True, stable=True)[:, :topk]
     short = key.gather(-1, best) - key.gather(-1, ids)
-    size = (probability + shift.abs()).gather(-1, best)
-    wrong = settled & (short.abs() > 8 * EPS32 * size + torch.finfo(torch.float32).tiny)
+    depth = (logits.amax(-1, keepdim=True).double() - logits).nan_to_num(posinf=0.0)  # exp(-x) errs by x eps
+    rounding = EPS32 * ((4 + depth) * probability + 4 * shift.abs())
+    wrong = settled & (short.abs() > 2 * rounding.gather(-1, best) + torch.finfo(torch.float32).tiny)
     if wrong.any():
         return [*findings, _ids("wrong_id", wrong, ids, "not the expert of that rank", best)]
     wrong = settled & _loses_tie(logits, bias, ids)
