@@ -119,18 +119,18 @@ def _read(file: Path) -> dict | str | None:
             return f"unreadable certificate: {file.name} is of schema {record['schema']}, this is {SCHEMA}"
         for name in ("verdict", "reference", "level", "date", "cases"):
             record[name]
-        record["build"]["identity"], record["cases"]["failed"]
+        record["build"]["identity"], sum(record["cases"].values())
         return record
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
         return f"unreadable certificate: {file}: {error}"
-    except (KeyError, TypeError, IndexError) as error:
-        return f"unreadable certificate: {file} lacks {error}"
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        return f"unreadable certificate: {file} is of another shape ({type(error).__name__}: {error})"
 
 
 def _told(record: dict) -> Certificate:
     when = f"{str(record['date'])[:10]} ({record['level']})"
     if record["verdict"] == "pass":
         return Certificate(f"certified {when}", True)
-    return Certificate(f"not certified: {record['cases']['failed']} cases failed {when}")
+    return Certificate(f"not certified: {record['cases']['failed']} of {sum(record['cases'].values())} cases failed {when}")

@@ -125,7 +125,7 @@ def read(place: Path) -> list[dict[str, Any]]:
     """The reports that `write` left in a folder, or those in a file of its own; ReportError where there are none."""
     if place.is_file():
         document = _load(place)
-        return document["reports"] if "reports" in document else [document]
+        return document.get("reports", [document])
     return [_load(place / entry["file"]) for entry in _load(place / "index.json")["reports"]]
 
 
@@ -157,8 +157,9 @@ def _load(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text())
         schema = document["schema"]
     except FileNotFoundError:
-        what = f"{path.parent} holds no report: no {path.name} in it" if path.parent.is_dir() else f"no {path.parent}"
-        raise ReportError(what) from None
+        folder = path.parent
+        what = f"holds no report: no {path.name} in it" if folder.is_dir() else "does not exist"
+        raise ReportError(f"folder {folder} {what}") from None
     except OSError as error:
         raise ReportError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):
