@@ -136,8 +136,10 @@ def bench(ops, **options):
 @click.option("--level", default="quick", show_default=True, help="quick, standard or exhaustive.")
 @click.option("--seed", default=0, show_default=True)
 @JSON
-def conform(ops, **options):
-    """Prove that a provider's implementations equal the references.
+@click.option("--report-dir", metavar="DIR", help="A folder that the reports join; `report` draws pages from it.")
+@click.option("--certificates", metavar="DIR", help="Where to certify (default: where `serve` looks).")
+def conform(ops, certificates, **options):
+    """Prove that a provider's implementations equal the references, and certify those that do.
 
     \b
     Exit code: 0 a full pass, 1 any failure, 2 wrong usage.
@@ -147,8 +149,31 @@ def conform(ops, **options):
               python runner.py conform --provider mylib --provider-file mylib.py --json result.json
     """
     from conformance.conform import conform
+    from shim.certificates import folders
 
-    sys.exit(conform(ops, **options))
+    sys.exit(conform(ops, certificates_dir=certificates or folders()[0], **options))
+
+
+@main.command()
+@click.argument("folders", nargs=-1, metavar="DIR")
+@click.option("--compare", is_flag=True, help="Compare two folders: DIR is OLD, then NEW.")
+def report(folders, compare):
+    """Draw a folder of conformance reports as pages (index.html) and as Markdown (summary.md).
+
+    With --compare: what NEW fails, skips or does slower than OLD, as text and as compare.html in NEW.
+
+    \b
+    Exit code: 0, 1 something regressed (--compare), 2 no such report.
+
+    \b
+    Example:  python runner.py conform --report-dir reports && python runner.py report reports
+              python runner.py report --compare reports-before reports
+    """
+    from conformance.report import diff, html
+
+    if len(folders) != 1 + compare:
+        raise click.UsageError("--compare takes two folders, OLD and NEW" if compare else "report takes one folder")
+    sys.exit(diff.show(*folders) if compare else html.show(*folders))
 
 
 if __name__ == "__main__":

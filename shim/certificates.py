@@ -43,6 +43,7 @@ class Certificate(NamedTuple):
 
 NOT_ASKED = Certificate()  # of what needs none: the reference, and what cannot serve anyway
 
+
 def folders() -> list[Path]:
     """Where certificates are looked for, in order; the first is where they are written."""
     given = os.environ.get("OPSHIM_CERTIFICATES")
@@ -104,7 +105,9 @@ def findings(device: str) -> list[tuple[Path, str]]:
     except OpshimError as error:
         return [(folder, str(error)) for folder in folders()]
     found = [(folder, len(list((folder / fingerprint).glob("*.json")))) for folder in folders()]
-    return [(folder, f"{count or 'none'} for {fingerprint}" if folder.is_dir() else "not there") for folder, count in found]
+    return [
+        (folder, f"{count or 'none'} for {fingerprint}" if folder.is_dir() else "not there") for folder, count in found
+    ]
 
 
 def _file(op: str, provider: str) -> str:
@@ -133,4 +136,6 @@ def _told(record: dict) -> Certificate:
     when = f"{str(record['date'])[:10]} ({record['level']})"
     if record["verdict"] == "pass":
         return Certificate(f"certified {when}", True)
-    return Certificate(f"not certified: {record['cases']['failed']} of {sum(record['cases'].values())} cases failed {when}")
+    return Certificate(
+        f"not certified: {record['cases']['failed']} of {sum(record['cases'].values())} cases failed {when}"
+    )

@@ -16,13 +16,13 @@ from shim import certificates, device, plugins, table
 from shim.dispatch import Chain, bind
 from shim.policy import Policy
 
-FILE = '''
+FILE = """
 import shim, torch
 
 @shim.implementation("{op}", provider="p")
 def double(x, times=1):
     return x * 2 ** times
-'''
+"""
 CERTIFIED = Policy("auto", require_certified=True)
 numbers = itertools.count()
 
@@ -67,7 +67,11 @@ def test_a_full_pass_is_a_certificate_with_build_device_level_and_the_reports_ha
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"listed": 3}, "only 2 of 3 cases"), ({"listed": 0}, "only 2 of 0 cases"), ({"level": "standard", "listed": 9}, "of 9")],
+    [
+        ({"listed": 3}, "only 2 of 3 cases"),
+        ({"listed": 0}, "only 2 of 0 cases"),
+        ({"level": "standard", "listed": 9}, "of 9"),
+    ],
 )
 def test_a_partial_run_certifies_nothing(op, tmp_path, change, why):
     provider(op, "p")
@@ -147,7 +151,8 @@ def test_a_certificate_of_another_device_is_no_proof_here(op):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "7", '"x"', '{"schema": 1}', '{"schema": 99}', '{"schema": 1, "build": 3}', "\xff\x00"]
+    "text",
+    ["", "{", "[]", "null", "7", '"x"', '{"schema": 1}', '{"schema": 99}', '{"schema": 1, "build": 3}', "\xff\x00"],
 )
 def test_an_unreadable_certificate_is_told_and_stops_nothing(op, text):
     provider(op, "p")

@@ -18,7 +18,9 @@ from runner import main
 VOID = {"meta", "link", "br"}
 
 
-def result(op="moe_sum", provider="native", kind="sizes", size=1, ratio=0.25, fail="", skip="", dtype=torch.float32, **fields):
+def result(
+    op="moe_sum", provider="native", kind="sizes", size=1, ratio=0.25, fail="", skip="", dtype=torch.float32, **fields
+):
     one = Result.of(Case(op, kind, {"T": size}, dtype), provider, "cpu", 0)
     one.judged([Finding("output", fail, ratio, 0.3, 0.1, 50.0, (1, 2), 1.0, 1.3, "element")])
     one.provider_ms, one.reference_ms = 0.5, 2.0

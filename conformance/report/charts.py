@@ -32,19 +32,30 @@ def error_against_budget(report: dict[str, Any]) -> str:
     kinds = report["summary"]["kinds"]
     cases = grouped(report["cases"], "kind")
     worst = (report["summary"]["worst"] or {}).get("case")
-    lanes = [_axis(("exact", 3.0), ("0.01", place(0.01)), ("0.1", place(0.1)), ("budget", BUDGET), ("100×", place(100)), ("∞", BEYOND))]
+    lanes = [
+        _axis(
+            ("exact", 3.0),
+            ("0.01", place(0.01)),
+            ("0.1", place(0.1)),
+            ("budget", BUDGET),
+            ("100×", place(100)),
+            ("∞", BEYOND),
+        )
+    ]
     for kind in sorted(kinds, key=lambda kind: (not kinds[kind]["failed"], kind)):
         counts = kinds[kind]
         told = [f'<b class="{status}">{mark} {counts[what]}</b>' for what, status, mark in _COUNTS if counts[what]]
         ran = [case for case in cases[kind] if case["status"] != "skip"]
-        marks = "".join(_mark(case, case["case"] == worst) for case in sorted(ran, key=lambda case: case["status"], reverse=True))
+        marks = "".join(
+            _mark(case, case["case"] == worst) for case in sorted(ran, key=lambda case: case["status"], reverse=True)
+        )
         lanes.append(_lane(kind, _error_grid() + marks, " ".join(told)))
     return _figure(
         lanes,
         f"{report['op']} on {report['provider']}: error over budget of each case, by kind",
         "Each mark is a case: how far its worst result is from the exact answer, as a share of what is allowed "
-        "(logarithmic). <b class='pass'>●</b> passed, <b class='fail'>✕</b> failed, ◯ the pass that came closest. In each "
-        "lane float32 is above, float16 in the middle, bfloat16 below. At ∞: failures that no number measures.",
+        "(logarithmic). <b class='pass'>●</b> passed, <b class='fail'>✕</b> failed, ◯ the pass that came closest. In "
+        "each lane float32 is above, float16 in the middle, bfloat16 below. At ∞: failures that no number measures.",
     )  # fmt: skip
 
 
@@ -91,8 +102,8 @@ def speed(reports: list[dict[str, Any]]) -> str:
     return _figure(
         lanes,
         "Speed relative to the reference, by provider",
-        "Each dot is a case, the bar their median: its one call against the reference's one call (logarithmic; right of "
-        "1× is faster). Small cases measure overhead; <code>runner.py bench</code> measures layers.",
+        "Each dot is a case, the bar their median: its one call against the reference's one call (logarithmic; right "
+        "of 1× is faster). Small cases measure overhead; <code>runner.py bench</code> measures layers.",
     )
 
 
@@ -107,19 +118,24 @@ def _speed_place(ratio: float) -> float:
 
 
 def _speed_grid() -> str:
-    lines = "".join(f'<line x1="{_speed_place(at):.1f}%" x2="{_speed_place(at):.1f}%" y2="{LANE}"/>' for at in (0.1, 10, 100))
+    lines = "".join(
+        f'<line x1="{_speed_place(at):.1f}%" x2="{_speed_place(at):.1f}%" y2="{LANE}"/>' for at in (0.1, 10, 100)
+    )
     one = f"{_speed_place(1):.1f}%"
     return f'{lines}<line x1="{one}" x2="{one}" y2="{LANE}" class="limit"/>'
 
 
 def _lane(label: str, inside: str, counts: str) -> str:
     plot = f'<svg class="plot" width="100%" height="{LANE}" aria-hidden="true">{inside}</svg>'
-    return f'<div class="lane"><span class="kind">{escape(label)}</span>{plot}<span class="counts">{counts}</span></div>'
+    return (
+        f'<div class="lane"><span class="kind">{escape(label)}</span>{plot}<span class="counts">{counts}</span></div>'
+    )
 
 
 def _axis(*ticks: tuple[str, float]) -> str:
     texts = "".join(f'<text x="{x:.1f}%" y="13">{text}</text>' for text, x in ticks)
-    return f'<div class="lane axis"><span class="kind"></span><svg class="plot" width="100%" height="18">{texts}</svg></div>'
+    plot = f'<svg class="plot" width="100%" height="18" aria-hidden="true">{texts}</svg>'
+    return f'<div class="lane axis"><span class="kind"></span>{plot}</div>'
 
 
 def _figure(lanes: list[str], label: str, caption: str) -> str:

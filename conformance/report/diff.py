@@ -78,7 +78,7 @@ def _changes(old: Report, new: Report) -> Iterator[tuple[str, str, str]]:
             yield "newly failing", name, f"new case: {now['reason']}: {now['message']}"
     slower = _slowdown(before, after)
     if slower > SLOWER:
-        yield "slower", "", f"{words.number(slower)}× the time it took, against the reference's (median over the cases)"
+        yield "slower", "", f"{words.times(slower)} the time it took, against the reference's (median over the cases)"
 
 
 def _change(name: str, was: dict, now: dict) -> Iterator[tuple[str, str, str]]:
@@ -130,19 +130,20 @@ def _by_kind(changes: Sequence[Change]) -> Iterator[tuple[str, list[Change]]]:
 def page(changes: Sequence[Change], old: str, new: str) -> str:
     """The differences as a document."""
     from conformance.report.html import page
-    from conformance.report.tables import table
 
     worse = sum(change.what in REGRESSIONS for change in changes)
     state, mark = ("fail", "✗") if worse else ("pass", "✓")
     sections = ""
     for what, of_kind in _by_kind(changes):
-        rows = [
-            [f"<code>{escape(change.case or change.op)}</code>", escape(change.provider), escape(change.device), escape(change.told)]
-            for change in of_kind
-        ]
         tone, sign = ("fail", "✗") if what in REGRESSIONS else ("pass", "✓")
-        title = f'<h2>{what} <span class="badge {tone}">{sign} {len(of_kind)}</span></h2>'
-        sections += title + table(["case or op", "provider", "device", "what changed"], rows)
+        listed = "".join(
+            f"<li><code>{escape(change.case or change.op)}</code> "
+            f"<small>{escape(change.provider)} · {escape(change.device)}</small><p>{escape(change.told)}</p></li>"
+            for change in of_kind
+        )
+        sections += (
+            f'<h2>{what} <span class="badge {tone}">{sign} {len(of_kind)}</span></h2><ul class="changes">{listed}</ul>'
+        )
     body = f"""<header>
 <nav><a href="index.html">All ops</a></nav>
 <h1>What changed</h1>

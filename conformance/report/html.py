@@ -72,24 +72,24 @@ def index(reports: Sequence[Report]) -> str:
     columns = words.columns(reports)
     of = {(report["op"], words.column(report)): report for report in reports}
     head = "".join(_head(column, [of[key] for key in of if key[1] == column], columns) for column in columns)
-    rows = "".join(
-        f'<tr><th scope="row"><a href="{op}.html">{op}</a></th>{"".join(_cell(of.get((op, c)), c, columns) for c in columns)}</tr>'
-        for op in words.ops(reports)
-    )
+    rows = ""
+    for op in words.ops(reports):
+        cells = "".join(_cell(of.get((op, column)), column, columns) for column in columns)
+        rows += f'<tr><th scope="row"><a href="{op}.html">{op}</a></th>{cells}</tr>\n'
     body = f"""<header>
 <h1>Conformance</h1>
-<p class="soft">Does each implementation equal the reference that defines the op? Errors are measured against float64 and
-compared with a budget that plain PyTorch sets.</p>
+<p class="soft">Does each implementation equal the reference that defines the op? Errors are measured against float64
+and compared with a budget that plain PyTorch sets.</p>
 </header>
 <main>
 <table class="matrix">
 <thead><tr><th></th>{head}</tr></thead>
 <tbody>
-{rows}
-</tbody>
+{rows}</tbody>
 </table>
-<p><small><b class="pass">✓</b> every case passed or was refused with a reason · <b class="partial">✓</b> dashed: passed,
-but not all cases of the level were run · <b class="fail">✗</b> at least one failed · <b class="nothing">–</b> nothing ran · a dot: no report.
+<p><small><b class="pass">✓</b> every case passed or was refused with a reason · <b class="partial">✓</b> dashed:
+passed, but not all cases of the level were run · <b class="fail">✗</b> at least one failed ·
+<b class="nothing">–</b> nothing ran · a dot: no report.
 Speed is the median over the cases, one call each.</small></p>
 <h2>Where it ran</h2>
 {environments(reports)}
@@ -161,9 +161,8 @@ def _section(report: Report, columns: Sequence[tuple[str, str]]) -> str:
     ran = any(case["status"] != "skip" for case in report["cases"])
     plot = f"<h3>Error against budget</h3>{charts.error_against_budget(report)}" if ran else ""
     name = escape(_name(words.column(report), columns))
-    return (
-        f'<section id="{_anchor(report)}"><h2>{name} {badge}</h2>{_facts(report)}{plot}{failures(report)}{skips(report)}</section>'
-    )
+    parts = f"{_facts(report)}{plot}{failures(report)}{skips(report)}"
+    return f'<section id="{_anchor(report)}"><h2>{name} {badge}</h2>{parts}</section>'
 
 
 def _facts(report: Report) -> str:
@@ -176,11 +175,15 @@ def _facts(report: Report) -> str:
     worst = summary["worst"]
     if worst and float(worst["ratio"]):
         shares = ", ".join(f"{name} {words.number(errors[name])}" for name in ("median", "p90", "p99"))
-        facts["error / budget"] = f"{shares}, most {words.number(worst['ratio'])} in <code>{escape(worst['case'])}</code>"
+        facts["error / budget"] = (
+            f"{shares}, most {words.number(worst['ratio'])} in <code>{escape(worst['case'])}</code>"
+        )
     elif worst:
         facts["error / budget"] = "0: every passed case is exact"
     if report["build"]:
-        made = ", ".join(f"{name} {escape(str(value)[:48])}" for name, value in report["build"].items() if name != "identity")
+        made = ", ".join(
+            f"{name} {escape(str(value)[:48])}" for name, value in report["build"].items() if name != "identity"
+        )
         facts["build"] = f"<code>{escape(report['build']['identity'])}</code> <span class='soft'>({made})</span>"
     facts["run"] = f"{escape(words.date(report))} UTC, seed {json.dumps(report['seed'])}"
     return f'<dl class="facts">{"".join(f"<dt>{term}</dt><dd>{told}</dd>" for term, told in facts.items())}</dl>'

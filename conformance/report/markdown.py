@@ -24,7 +24,11 @@ def summary(reports: Sequence[dict[str, Any]]) -> str:
             f"- **{cell(column[0])}** on {cell(device['name'])} (`{device['fingerprint']}`, level {mine[0]['level']}): "
             f"{words.tally(mine)}"
         )
-    lines += ["", f"| op | {' | '.join(cell(' · '.join(column)) for column in columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [
+        "",
+        f"| op | {' | '.join(cell(' · '.join(column)) for column in columns)} |",
+        "|---" * (len(columns) + 1) + "|",
+    ]
     for op in words.ops(reports):
         lines.append(f"| `{op}` | {' | '.join(_outcome(of.get((op, column))) for column in columns)} |")
     failed = [(report, kind, cases) for report in reports for kind, cases in _failed(report).items()]

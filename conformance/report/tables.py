@@ -20,8 +20,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[
     def line(cells: Sequence[str], tag: str) -> str:
         return "".join(f"<{tag}{' class=number' * (at in numbers)}>{cell}</{tag}>" for at, cell in enumerate(cells))
 
+    top = f"<thead><tr>{line(head, 'th')}</tr></thead>"
     body = "".join(f"<tr>{line(cells, 'td')}</tr>" for cells in rows)
-    return f'<div class="scroll"><table class="{name}"><thead><tr>{line(head, "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+    return f'<div class="scroll"><table class="{name}">{top}<tbody>{body}</tbody></table></div>'
 
 
 def failures(report: Report) -> str:
@@ -30,14 +31,17 @@ def failures(report: Report) -> str:
     if not failed:
         return ""
     every = grouped(report["cases"], "kind")
-    return "<h3>Failures</h3>" + "".join(_failing_kind(kind, cases, every[kind], report) for kind, cases in failed.items())
+    return "<h3>Failures</h3>" + "".join(
+        _failing_kind(kind, cases, every[kind], report) for kind, cases in failed.items()
+    )
 
 
 def _failing_kind(kind: str, failed: Sequence[dict], every: Sequence[dict], report: Report) -> str:
     told = [_failure(case, report) for case in failed]
     more = ""
     if told[SHOWN:]:
-        more = f"<details><summary>{len(told) - SHOWN} more of kind {escape(kind)}</summary>{''.join(told[SHOWN:])}</details>"
+        rest = "".join(told[SHOWN:])
+        more = f"<details><summary>{len(told) - SHOWN} more of kind {escape(kind)}</summary>{rest}</details>"
     return f"<h4>{escape(kind)}: {len(failed)} of {len(every)} failed</h4>{_grid(every)}{''.join(told[:SHOWN])}{more}"
 
 
@@ -60,12 +64,13 @@ def _outcome(case: dict | None) -> str:
     ratio = float(case["ratio"])
     if case["status"] == "pass":
         return f'<span class="pass">✓ {words.number(ratio) if ratio else "exact"}</span>'
-    return f'<b class="fail">✗ {words.number(ratio) + "×" if 1 < ratio < float("inf") else escape(case["reason"])}</b>'
+    return f'<b class="fail">✗ {words.times(ratio) if 1 < ratio < float("inf") else escape(case["reason"])}</b>'
 
 
 def _failure(case: dict, report: Report) -> str:
     inputs = "".join(
-        f'<dt class="mono">{escape(name)}</dt><dd class="mono">{escape(told)}</dd>' for name, told in case["arguments"].items()
+        f'<dt class="mono">{escape(name)}</dt><dd class="mono">{escape(told)}</dd>'
+        for name, told in case["arguments"].items()
     )
     meaning = words.REASONS.get(case["reason"], "")
     return f"""<article class="failure"><h4><code>{escape(case["case"])}</code></h4>
@@ -82,7 +87,8 @@ def _again(case: dict, report: Report) -> str:
     file = f" --provider-file {report['build']['file']}" if "file" in report["build"] else ""
     seed = f" --seed {report['seed']}" if report["seed"] else ""
     which = f"'conformance/test_cases.py::test_case[{report['device']}-{case['case']}]'"
-    return f"pytest {which} --device {report['device']} --level {report['level']} --provider {report['provider']}{file}{seed}"
+    options = " ".join(f"--{name} {report[name]}" for name in ("device", "level", "provider"))
+    return f"pytest {which} {options}{file}{seed}"
 
 
 def skips(report: Report) -> str:
@@ -94,10 +100,14 @@ def skips(report: Report) -> str:
     if not reasons:
         return ""
     rows = [
-        [str(len(kinds)), escape(message), escape(words.REASONS.get(reason, reason)), escape(", ".join(dict.fromkeys(kinds)))]
+        [
+            str(len(kinds)),
+            f"{escape(message)}<br><small>{escape(words.REASONS.get(reason, reason))}</small>",
+            escape(", ".join(dict.fromkeys(kinds))),
+        ]
         for (reason, message), kinds in sorted(reasons.items(), key=lambda item: -len(item[1]))
     ]
-    return f"<h3>Skipped</h3>{table(['cases', 'reason', 'which means', 'kinds'], rows, numbers=[0])}"
+    return f"<h3>Skipped</h3>{table(['cases', 'reason', 'kinds'], rows, numbers=[0])}"
 
 
 def measured(reports: Sequence[Report]) -> str:
@@ -130,7 +140,9 @@ def environments(reports: Sequence[Report]) -> str:
         environment = report["environment"]
         _, who = distinct.setdefault(repr(environment), (environment, []))
         who.append(report["provider"])
-    return "".join(_environment(environment, sorted(set(who)), len(distinct) > 1) for environment, who in distinct.values())
+    return "".join(
+        _environment(environment, sorted(set(who)), len(distinct) > 1) for environment, who in distinct.values()
+    )
 
 
 def _environment(environment: dict, who: Sequence[str], several: bool) -> str:

@@ -115,7 +115,9 @@ def column(report: dict[str, Any]) -> tuple[str, str]:
 
 def columns(reports: Iterable[dict[str, Any]]) -> list[tuple[str, str]]:
     """Every provider and device: native first, then by name."""
-    return sorted({column(report) for report in reports}, key=lambda one: (one[1], not one[0].startswith("native"), one))
+    return sorted(
+        {column(report) for report in reports}, key=lambda one: (one[1], not one[0].startswith("native"), one)
+    )
 
 
 def names(reports: Sequence[dict[str, Any]]) -> list[str]:
