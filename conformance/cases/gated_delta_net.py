@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 F32 = FLOATS[:1]
 HEADS = {"H": 1, "HV": 2, "K": 64, "V": 64}
 SIZES = [{"K": k, "V": v} for k, v in ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64))]
-ODD_SIZES = [{"K": k, "V": v} for k, v in ((1, 1), (8, 6), (33, 40), (100, 72), (17, 129))]
+ODD_SIZES = [{"K": k, "V": v} for k, v in ((4, 5), (8, 6), (33, 40), (100, 72), (17, 129))]
 RATIOS = [{"H": h, "HV": hv} for h, hv in ((1, 1), (2, 2), (2, 4), (1, 4), (3, 6))]
 
 
@@ -294,6 +294,7 @@ DECODE = [
     *decode("gate_reset", change=put("A_log", INF)),
     *decode("no_decay", change=put("A_log", -INF)),
     *decode("large_a", change=put("a", 1000.0)),
+    *decode("large_a_slow_decay", change=each(put("a", 1000.0), put("A_log", -7.0))),  # decay e^-1, unless by log(1 + exp)
     *decode("small_a", change=put("a", -1000.0)),
     *decode("large_b", change=each(put("b", 1000.0, 0), put("b", -1000.0, 1))),
     *decode("nan_a", change=put("a", NAN, 1, 0)),

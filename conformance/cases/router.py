@@ -122,6 +122,7 @@ ROWS = [{"T": 16, "E": e, "topk": k} for e, k in ((8, 2), (60, 4), (256, 8), (51
 CASES = [
     *table("sizes", [{"T": t, "E": e, "topk": k} for t in (1, 33) for e, k in ((16, 4), (128, 8), (256, 8), (512, 10))]),
     *table("odd_experts", [{"T": 9, "E": e, "topk": min(8, e)} for e in (*ODD, 1023, 1024)]),
+    *table("odd_experts", [{"T": 9, "E": e, "topk": 3, "renormalize": False} for e in (3, 60, 257)]),  # padding weighs
     *table("all_experts", [{"T": 3, "E": e, "topk": e} for e in (1, 2, 17, 60, 257, 1024)]),
     *table("one_expert", [{"T": 9, "E": e, "topk": 1} for e in (1, 2, 60, 256)]),
     *table("no_renormalize", [{"T": 9, "E": 256, "topk": 8, "renormalize": False}]),
