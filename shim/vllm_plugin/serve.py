@@ -85,8 +85,8 @@ def serve(
     print(table.text(chains), flush=True)
     unserved = [chain.op.name for chain in chains if chain.selected is None]
     if unserved:
-        what = "a certified implementation ('runner.py conform' certifies)" if chosen.require_certified else "an implementation"
-        say(f"nothing is started: policy {chosen.mode} leaves {', '.join(unserved)} without {what}")
+        hint = " that is certified ('runner.py conform' certifies)" if chosen.require_certified else ""
+        say(f"nothing is started: policy {chosen.mode} leaves {', '.join(unserved)} without an implementation{hint}")
         return UNSERVED
     _show_hooks(device, needed)
 
