@@ -1,4 +1,4 @@
-"""Native attention over the paged cache: cache writes, decode, prefill. Any strides but the innermost one are served."""
+"""Native attention over the paged cache: cache writes, decode, prefill, at any strides but the innermost."""
 
 from __future__ import annotations
 

@@ -250,8 +250,10 @@ def make_block_tables(generator, device, lengths, NB: int, BS: int) -> Tensor:
     needed = [-(-length // BS) for length in lengths]
     order = torch.randperm(NB, generator=generator).to(torch.int32)
     tables = torch.full((len(lengths), max(needed, default=0) + 1), 2**31 - 1, dtype=torch.int32)
-    for row, (count, end) in enumerate(zip(needed, torch.tensor(needed, dtype=torch.int64).cumsum(0).tolist(), strict=True)):
-        tables[row, :count] = order[end - count : end]
+    start = 0
+    for row, count in enumerate(needed):
+        tables[row, :count] = order[start : start + count]
+        start += count
     return tables.to(device)
 
 
@@ -276,7 +278,9 @@ def _inputs_cache_write(generator, device, dtype, T=64, HQ=16, HK=2, D=256, BS=1
     }
 
 
-def _inputs_common(generator, device, dtype, tokens, lengths, HQ, HK, D, BS, NB, softcap, window, alibi) -> dict:
+def _inputs_common(
+    generator, device, dtype, tokens, lengths, HQ=16, HK=2, D=256, BS=16, NB=None, softcap=0.0, window=0, alibi=False
+) -> dict:
     NB = NB or sum(-(-length // BS) for length in lengths) + 2
     key_cache, value_cache = make_cache(generator, device, dtype, NB, BS, HK, D)
     slopes = 2.0 ** (-8 * torch.arange(1, HQ + 1) / HQ)  # the geometric series of the ALiBi paper (arXiv:2108.12409)
@@ -294,19 +298,12 @@ def _inputs_common(generator, device, dtype, tokens, lengths, HQ, HK, D, BS, NB,
 
 
 @paged_attention_v2.inputs
-def _inputs_decode(
-    generator, device, dtype, lengths=(37, 5, 64), HQ=16, HK=2, D=256, BS=16, NB=None, softcap=0.0, window=0, alibi=False
-):
-    tokens = len(lengths)
-    return _inputs_common(generator, device, dtype, tokens, lengths, HQ, HK, D, BS, NB, softcap, window, alibi)
+def _inputs_decode(generator, device, dtype, lengths=(37, 5, 64), **sizes):
+    return _inputs_common(generator, device, dtype, len(lengths), lengths, **sizes)
 
 
 @paged_prefill.inputs
-def _inputs_prefill(
-    generator, device, dtype, new=(20, 1, 33), prefix=(0, 12, 31), HQ=16, HK=2, D=256, BS=16, NB=None, softcap=0.0,
-    window=0, alibi=False,
-):
+def _inputs_prefill(generator, device, dtype, new=(20, 1, 33), prefix=(0, 12, 31), **sizes):
     lengths = [a + b for a, b in zip(new, prefix, strict=True)]
     bounds = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
-    arguments = _inputs_common(generator, device, dtype, sum(new), lengths, HQ, HK, D, BS, NB, softcap, window, alibi)
-    return arguments | {"cu_seqlens_q": bounds}
+    return _inputs_common(generator, device, dtype, sum(new), lengths, **sizes) | {"cu_seqlens_q": bounds}

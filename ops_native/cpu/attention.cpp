@@ -136,7 +136,8 @@ int prefill(const Problem<T>& p, T* out, const int32_t* tables, int64_t table_ro
   for (int64_t n = 0; n < sequences; ++n) {
     const int64_t begin = bounds[n], end = bounds[n + 1], length = lengths[n], count = least(end - begin, length);
     if (begin < 0 || end < begin || end > tokens || length < 0) return kBadArgument;
-    if (count > 0 && !valid_blocks(tables + n * table_row, width, blocks, p.block_size, p.first_seen(length - count), length))
+    const int32_t* table = tables + n * table_row;
+    if (count > 0 && !valid_blocks(table, width, blocks, p.block_size, p.first_seen(length - count), length))
       return kBadArgument;
     first[n + 1] = first[n] + (count + per_tile - 1) / per_tile;
     std::memset(out + begin * row, 0, (end - begin - count) * row * sizeof(T));

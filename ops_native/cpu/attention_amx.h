@@ -22,14 +22,15 @@ namespace {
 
 constexpr int kPlanes = 3;  // of bfloat16, in a weight
 
-// c[32,32] (kPairs 2) or c[16,32] (kPairs 1) += a b over blocks of 32 inner values. a: planes of rows at a_stride bytes,
-// `a_plane` apart; b: blocks `b_block` bytes apart, each [2 column tiles][16 pairs][16 columns][2], `b_tile` apart.
+// One side of a product; distances in bytes
 struct Operand {
   const char* data;
-  int64_t stride, next;  // bytes from row to row, from plane to plane (a) or from column tile to column tile (b)
-  int64_t block;         // bytes from one block of 32 inner values to the next
+  int64_t stride;  // from row to row of a tile
+  int64_t next;    // from plane to plane (left side), from column tile to column tile (right side)
+  int64_t block;   // from 32 inner values to the next
 };
 
+// c[16 * kRowTiles,32] (+)= a b over blocks of 32 inner values
 template <int kRowTiles, bool kAdd>
 inline void tile_block(const Operand& a, int planes, const Operand& b, int64_t blocks, float* c, int64_t c_stride) {
   const int64_t row = c_stride * int64_t(sizeof(float));
@@ -125,7 +126,8 @@ struct AmxEngine {
     }
     const Operand a{reinterpret_cast<const char*>(tile.queries), depth * int64_t(sizeof(bf16)), 0, 64};
     for (int64_t c = 0; c < columns; c += 2 * kTile)
-      product<false>(a, 1, {keys + c / kTile * column_tile, 64, column_tile, kTileBytes}, blocks, tile.scores + c, kKeys);
+      product<false>(a, 1, {keys + c / kTile * column_tile, 64, column_tile, kTileBytes}, blocks, tile.scores + c,
+                     kKeys);
   }
 
   uint64_t take_values(const Span& span) {

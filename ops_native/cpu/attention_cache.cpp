@@ -33,7 +33,8 @@ extern "C" int OPSHIM(reshape_and_cache)(const void* key, const void* value, voi
   using namespace OPSHIM_ISA;
   for (int64_t t = 0; t < tokens; ++t)
     if (slots[t] >= blocks * block_size) return kBadArgument;
-  const Strides from_key{0, key_token * element, key_head * element}, from_value{0, value_token * element, value_head * element};
+  const Strides from_key{0, key_token * element, key_head * element};
+  const Strides from_value{0, value_token * element, value_head * element};
   const Strides to_key{kc_block * element, kc_token * element, kc_head * element};
   const Strides to_value{vc_block * element, vc_token * element, vc_head * element};
   parallel_for((tokens + kTokensPerTask - 1) / kTokensPerTask, threads, [&](int64_t task) {

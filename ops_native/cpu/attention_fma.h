@@ -1,7 +1,8 @@
 // The products of attention in float32, from FMA: for every machine and dtype.
 //
-// One register-blocked kernel does both: 12 rows by 2 vectors on AVX-512, 6 by 2 elsewhere. Each element is a plain sum
-// in ascending order, whatever the blocking. Keys are transposed as they come out of their pages.
+// One register-blocked kernel does both: 12 rows by 2 vectors on AVX-512, 6 by 2 elsewhere. Each element is a sum of
+// short sums (one long chain would round worse), in ascending order whatever the blocking. Keys are transposed as they
+// come out of their pages.
 #pragma once
 #include "attention_tile.h"
 
@@ -9,16 +10,15 @@ namespace OPSHIM_ISA {
 namespace {
 
 constexpr int kBlock = W == 16 ? 12 : 6;  // rows that the product works on at once: what the registers hold
+constexpr int64_t kChain = 32;            // products that a score adds up in one go; a weighted value: a tile's 64
 
 // ---- c[rows,columns] (+)= a[rows,depth] b[depth,columns], columns in panels -----------------------------------------
-template <int R, int kStride, bool kAdd>
-void product_block(const float* a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth) {
+template <int R, int kStride>
+void product_block(const float* a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t depth,
+                   bool add) {
   vf sum[R][2];
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    sum[r][0] = kAdd ? load(c + r * c_stride) : vf{};
-    sum[r][1] = kAdd ? load(c + r * c_stride + W) : vf{};
-  }
+  for (int r = 0; r < R; ++r) sum[r][0] = sum[r][1] = vf{};
   for (int64_t k = 0; k < depth; ++k) {
     const vf b0 = load(b + k * b_stride), b1 = load(b + k * b_stride + W);
 #pragma GCC unroll 12
@@ -29,29 +29,30 @@ void product_block(const float* a, const float* b, int64_t b_stride, float* c, i
     }
   }
 #pragma GCC unroll 12
-  for (int r = 0; r < R; ++r) {
-    store(c + r * c_stride, sum[r][0]);
-    store(c + r * c_stride + W, sum[r][1]);
+  for (int r = 0; r < R; ++r, c += c_stride) {
+    store(c, add ? load(c) + sum[r][0] : sum[r][0]);
+    store(c + W, add ? load(c + W) + sum[r][1] : sum[r][1]);
   }
 }
 
-template <int R, int kStride, bool kAdd, class... Rest>
+template <int R, int kStride, class... Rest>
 void product_rows(int64_t rows, const float* a, Rest... rest) {
-  if (rows == R) return product_block<R, kStride, kAdd>(a, rest...);
-  if constexpr (R > 1) product_rows<R - 1, kStride, kAdd>(rows, a, rest...);
+  if (rows == R) return product_block<R, kStride>(a, rest...);
+  if constexpr (R > 1) product_rows<R - 1, kStride>(rows, a, rest...);
 }
 
 // kStride: row stride of a, a constant so that one register addresses all rows of a block
-template <int kStride, bool kAdd>
+template <int kStride, int64_t kDepth>
 void product(int64_t rows, int64_t columns, int64_t depth, const float* a, const float* b, int64_t b_stride,
-             int64_t b_panel, float* c, int64_t c_stride) {
+             int64_t b_panel, float* c, int64_t c_stride, bool add) {
   const int64_t blocks = (rows + kBlock - 1) / kBlock;
   for (int64_t p = 0; p * kPanel < columns; ++p)
-    for (int64_t i = 0; i < blocks; ++i) {
-      const int64_t r = rows * i / blocks, end = rows * (i + 1) / blocks;
-      product_rows<kBlock, kStride, kAdd>(end - r, a + r * kStride, b + p * b_panel, b_stride,
-                                          c + r * c_stride + p * kPanel, c_stride, depth);
-    }
+    for (int64_t k = 0; k < depth; k += kDepth)
+      for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t r = rows * i / blocks, end = rows * (i + 1) / blocks;
+        product_rows<kBlock, kStride>(end - r, a + r * kStride + k, b + p * b_panel + k * b_stride, b_stride,
+                                      c + r * c_stride + p * kPanel, c_stride, least(kDepth, depth - k), add || k > 0);
+      }
 }
 
 // ---- tiles out of pages ---------------------------------------------------------------------------------------------
@@ -86,7 +87,8 @@ struct FmaEngine {
         for (int i = 0; i < W; ++i) store(to + (d + i) * kPanel, v[i]);
       }
     }
-    product<kMaxSize, false>(rows, columns, p.size, tile.queries, tile.keys, kPanel, depth * kPanel, tile.scores, kKeys);
+    product<kMaxSize, kChain>(rows, columns, p.size, tile.queries, tile.keys, kPanel, depth * kPanel, tile.scores,
+                              kKeys, false);
   }
 
   // Values into tile.values, 0 where there are none; those that are not finite are left out, and returned as bits.
@@ -106,7 +108,8 @@ struct FmaEngine {
 
   // tile.out += P V
   void add_values(int64_t keys) {
-    product<kKeys, true>(rows, p.size, keys, tile.scores, tile.values, tile.width, kPanel, tile.out, tile.width);
+    product<kKeys, kKeys>(rows, p.size, keys, tile.scores, tile.values, tile.width, kPanel, tile.out, tile.width,
+                          true);
   }
 };
 
