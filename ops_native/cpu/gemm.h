@@ -4,7 +4,7 @@
 // weights; weights [N, inner] are read where they lie, in blocks of 32 rows, once per panel. Few columns are bound by
 // the weights' traffic: float32 FMA on weights converted in registers keeps up with memory. Many are bound by
 // arithmetic: AMX where there is any (gemm_amx.h), else the same FMA in blocks of 4 rows by 4 columns.
-// Either way, a column's result depends on nothing but that column and the count of columns.
+// A column's result depends on nothing but that column, and on whether its panel has few columns or many.
 #pragma once
 #include "gemm_amx.h"
 #include "opshim.h"
@@ -13,12 +13,12 @@ namespace OPSHIM_ISA {
 
 constexpr int kRows = 32, kColumns = 32;  // of a block of results, float[kRows][kColumns]
 
-template <class T> constexpr int kFewColumns = 4;  // up to here FMA is as fast as AMX
+constexpr int kFewColumns = 4;  // up to here FMA is as fast as AMX
 
 // exact: the columns are values of T as they are, not results in float32.
 template <class T>
 inline Panel make_panel(int columns, int64_t inner, bool exact) {
-  const bool amx = have_amx() && columns > kFewColumns<T>;
+  const bool amx = have_amx() && columns > kFewColumns;
   const int planes = exact || kWeightPlanes<T> == 3 ? kWeightPlanes<T> : 2;
   return {nullptr, inner, columns, amx ? planes : 0};
 }
