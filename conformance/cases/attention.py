@@ -318,7 +318,7 @@ DECODES = [
     *table(DECODE, "zero_length", [SMALL | {"lengths": lengths} for lengths in ((0, 5, 0), (0,), (0, 0, 0))]),
     *table(DECODE, "zero_length_window", [SMALL | {"lengths": (0, 30), "window": 8}], unused_nan),
     *table(DECODE, "empty", [SMALL | {"lengths": ()}]),
-    *case.table(DECODE, "block_ids", [{"op": DECODE, "ids": FAR, "lengths": (128, 100), "HQ": 2, "BS": 8, "D": 64}],
+    *case.table(DECODE, "block_ids", [{"op": DECODE, "ids": FAR, "lengths": (128, 100), "HQ": 2, "BS": 8, "D": 16}],
                 HALVES[1:], make=far_blocks),
     *table(DECODE, "sizes_large", [{"lengths": (n,) * b, "BS": 544} for b, n in ((1, 8192), (16, 1024))],
            level="standard"),
@@ -345,7 +345,7 @@ PREFILLS = [
     *table(PREFILL, "padding_rows", [SMALL], lambda a: {"q": torch.cat([a["q"], torch.full_like(a["q"][:5], NAN)])}),
     *table(PREFILL, "long", [ONE | {"new": (70,), "prefix": (4060,), "BS": bs} for bs in (256, 544, 784)]),
     *case.table(PREFILL, "block_ids", [{"op": PREFILL, "ids": FAR, "new": (28, 100), "prefix": (100, 0)}
-                                       | {"HQ": 2, "BS": 8, "D": 64}], HALVES[1:], make=far_blocks),
+                                       | {"HQ": 2, "BS": 8, "D": 16}], HALVES[1:], make=far_blocks),
     *table(PREFILL, "sizes_large", [{"new": (512,), "prefix": (p,), "BS": 544} for p in (0, 2048)], level="standard"),
     *wrong(PREFILL, "bounds_short", "cu_seqlens_q", lambda t: t[1:]),
     *wrong(PREFILL, "bounds_dtype", "cu_seqlens_q", lambda t: t.long()),
