@@ -167,9 +167,12 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, scale: float, softcap: float
     return ((scores if bias is None else scores + bias).softmax(-1) @ values)[:, 0]
 
 
-def gathered(cache: Tensor, table: Tensor, length: int) -> Tensor:
-    """The first `length` tokens of the blocks, side by side."""
-    return cache[table[: -(-length // cache.shape[1])].long()].flatten(0, 1)[:length]
+def gathered(cache: Tensor, table: Tensor, first: int, length: int) -> Tensor:
+    """Tokens `first` to `length`, cut out of whole blocks side by side."""
+    size = cache.shape[1]
+    skipped = first // size
+    blocks = table[skipped : -(-length // size)].long()
+    return cache[blocks].flatten(0, 1)[first - skipped * size : length - skipped * size]
 
 
 @right("paged_attention_v2")
@@ -192,7 +195,7 @@ def paged_prefill(
         for t in range(max(start, end - length), end):
             seen = length - (end - 1 - t)
             first = max(0, seen - window) if window else 0
-            keys, values = (gathered(cache, block_tables[n], seen)[first:] for cache in (key_cache, value_cache))
+            keys, values = (gathered(cache, block_tables[n], first, seen) for cache in (key_cache, value_cache))
             out[t] = attend(q[t], keys, values, scale, softcap, alibi_slopes)
     return out
 
