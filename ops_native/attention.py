@@ -67,6 +67,13 @@ def _rows(block_tables):
     return block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
 
 
+def _layout(q, key_cache, value_cache, tables):
+    """Sizes and strides, in the order of the C functions."""
+    blocks, block_size, kv_heads, size = key_cache.shape
+    strides = *q.stride()[:2], *key_cache.stride()[:3], *value_cache.stride()[:3]
+    return q.shape[1], kv_heads, size, blocks, block_size, tables.shape[1], tables.stride(0), *strides
+
+
 @shim.native(
     "paged_attention_v2",
     library=CPU,
@@ -79,7 +86,6 @@ def paged_attention_v2(
     out = torch.empty(q.shape, dtype=q.dtype)
     tables, lengths = _rows(block_tables), seq_lens.contiguous()
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
-    blocks, block_size, kv_heads, size = key_cache.shape
     c.opshim_paged_attention_v2(
         q.data_ptr(),
         key_cache.data_ptr(),
@@ -90,16 +96,7 @@ def paged_attention_v2(
         out.data_ptr(),
         DTYPE[q.dtype],
         q.shape[0],
-        q.shape[1],
-        kv_heads,
-        size,
-        blocks,
-        block_size,
-        tables.shape[1],
-        tables.stride(0),
-        *q.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *_layout(q, key_cache, value_cache, tables),
         scale,
         softcap,
         window,
@@ -120,7 +117,6 @@ def paged_prefill(
     out = torch.empty(q.shape, dtype=q.dtype)
     tables, bounds, lengths = _rows(block_tables), cu_seqlens_q.contiguous(), seq_lens.contiguous()
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
-    blocks, block_size, kv_heads, size = key_cache.shape
     c.opshim_paged_prefill(
         q.data_ptr(),
         key_cache.data_ptr(),
@@ -133,16 +129,7 @@ def paged_prefill(
         DTYPE[q.dtype],
         q.shape[0],
         lengths.shape[0],
-        q.shape[1],
-        kv_heads,
-        size,
-        blocks,
-        block_size,
-        tables.shape[1],
-        tables.stride(0),
-        *q.stride()[:2],
-        *key_cache.stride()[:3],
-        *value_cache.stride()[:3],
+        *_layout(q, key_cache, value_cache, tables),
         scale,
         softcap,
         window,
