@@ -141,9 +141,9 @@ def initial_state(state: Tensor, slot: int, compute: torch.dtype) -> Tensor:
 def step(
     s: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One token of the recurrence, over any leading dimensions: s [...,V,K], q, k [...,K], v [...,V], decay, beta [...].
+    """One token of the recurrence; returns the new state and the output [...,V].
 
-    Returns the new state and the token's output [...,V].
+    s [...,V,K], q, k [...,K], v [...,V], decay, beta [...]: any leading dimensions.
     """
     s = decay[..., None, None] * s
     correction = beta[..., None] * (v - apply(s, k))

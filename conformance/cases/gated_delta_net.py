@@ -294,7 +294,7 @@ DECODE = [
     *decode("gate_reset", change=put("A_log", INF)),
     *decode("no_decay", change=put("A_log", -INF)),
     *decode("large_a", change=put("a", 1000.0)),
-    *decode("large_a_slow_decay", change=each(put("a", 1000.0), put("A_log", -7.0))),  # decay e^-1, unless by log(1 + exp)
+    *decode("large_a_slow_decay", change=each(put("a", 1000.0), put("A_log", -7.0))),  # decay e^-1
     *decode("small_a", change=put("a", -1000.0)),
     *decode("large_b", change=each(put("b", 1000.0, 0), put("b", -1000.0, 1))),
     *decode("nan_a", change=put("a", NAN, 1, 0)),
@@ -331,11 +331,17 @@ BOTH = [
     *both("k_shape", change=lambda x: {"k": x["k"][..., 1:]}, dtypes=F32, raises="k"),
     *both("k_dtype", change=lambda x: {"k": x["k"].half()}, dtypes=F32, raises="k"),
     *both("v_tokens", change=lambda x: {"v": x["v"][1:]}, dtypes=F32, raises="v"),
-    *both("v_heads", change=lambda x: {"q": x["q"].repeat(1, 3, 1), "k": x["k"].repeat(1, 3, 1)}, dtypes=F32, raises="v"),
+    *both("v_heads", change=lambda x: {n: x[n].repeat(1, 3, 1) for n in "qk"}, dtypes=F32, raises="v"),
     *both("state_shape", change=lambda x: {"state": x["state"][..., 1:]}, dtypes=F32, raises="state"),
     *both("state_dtype", change=lambda x: {"state": x["state"].half()}, dtypes=F32, raises="state"),
-    *both("long_indices", change=lambda x: {"state_indices": x["state_indices"].long()}, dtypes=F32, raises="state_indices"),
-    *both("indices_shape", change=lambda x: {"state_indices": x["state_indices"][1:]}, dtypes=F32, raises="state_indices"),
+    *both(
+        "long_indices", change=lambda x: {"state_indices": x["state_indices"].long()}, dtypes=F32,
+        raises="state_indices",
+    ),
+    *both(
+        "indices_shape", change=lambda x: {"state_indices": x["state_indices"][1:]}, dtypes=F32,
+        raises="state_indices",
+    ),
     *both("no_state", change=use(state=None), dtypes=F32, raises="state"),
     *both("scale_text", change=use(scale="1"), dtypes=F32, raises="scale"),
 ]

@@ -97,8 +97,8 @@ int decode(const Decode& p, Rows<A> q, Rows<A> k, Rows<A> v, S* state, A* o) {
 struct Gating;  // names its scratch
 
 template <class A>
-int gating(const A* a, int64_t a_stride, const A* b, int64_t b_stride, const float* A_log, const float* dt_bias, float* g,
-           float* beta, int64_t T, int64_t HV, int64_t threads) {
+int gating(const A* a, int64_t a_stride, const A* b, int64_t b_stride, const float* A_log, const float* dt_bias,
+           float* g, float* beta, int64_t T, int64_t HV, int64_t threads) {
   constexpr int64_t rows = 64;  // of a task
   int status = kOk;
   parallel_for((T + rows - 1) / rows, threads, [&](int64_t task) {
@@ -125,8 +125,8 @@ extern "C" int OPSHIM(gdn_gating)(const void* a, const void* b, const float* A_l
                                   int64_t dtype, int64_t threads) {
   return with_dtype(dtype, [&](auto type) {
     using A = decltype(type);
-    return gating(static_cast<const A*>(a), a_stride, static_cast<const A*>(b), b_stride, A_log, dt_bias, g, beta, T, HV,
-                  threads);
+    return gating(static_cast<const A*>(a), a_stride, static_cast<const A*>(b), b_stride, A_log, dt_bias, g, beta, T,
+                  HV, threads);
   });
 }
 

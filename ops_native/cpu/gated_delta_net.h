@@ -60,7 +60,7 @@ inline void unit_row(const T* x, int64_t K, bool l2norm, float* out, int64_t ste
 
 inline int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Into how many parts to split each of `tasks` so that every thread has work; what a part computes does not depend on it.
+// Into how many parts to split each task so that every thread has work. What is computed must not depend on it.
 inline int64_t parts_for(int64_t tasks, int64_t threads, int64_t at_most) {
   const int64_t wanted = tasks > 0 ? (threads + tasks - 1) / tasks : 1;
   return wanted < 1 ? 1 : wanted < at_most ? wanted : at_most;

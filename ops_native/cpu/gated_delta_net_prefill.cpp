@@ -19,7 +19,7 @@
 namespace OPSHIM_ISA {
 
 constexpr int kBlock = 4;
-constexpr int kTile = 32;                 // tokens that are prepared at a time
+constexpr int kTile = 32;                  // tokens that are prepared at a time
 constexpr int kVectors = W == 16 ? 2 : 1;  // of a slab; AVX2 has half the registers
 constexpr int kSlab = kVectors * W;
 
@@ -100,8 +100,8 @@ void prepare(const Prefill& p, Rows<A> q, Rows<A> k, int64_t head, int64_t t, in
   c.whole = c.start[kBlock - 1];
 }
 
-// One block of tokens through one slab s [K][kSlab]. v: the slab's part of the four tokens' values, rows `stride` apart;
-// the outputs take their place.
+// One block of tokens through one slab s [K][kSlab]. v: the slab's part of the tokens' values, rows `stride` apart; the
+// outputs take their place.
 inline void pass(float* s, int64_t K, const float* x, const Block& c, float* v, int64_t stride) {
   constexpr int step = 2 * kBlock * W;
   vf sk[kBlock][kVectors] = {}, sq[kBlock][kVectors] = {}, u[kBlock][kVectors] = {};
