@@ -24,7 +24,7 @@ def main():
     helper = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"])
     print("helper", helper.pid, flush=True)
     if behaviour == "dies":
-        print("INFO starting\\nValueError: no room for the cache\\nRuntimeError: see above", flush=True)
+        print("WARNING this may end in OSError: too many files\\nValueError: no room for the cache\\nRuntimeError: see above", flush=True)
         sys.exit(0)
     if behaviour == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
