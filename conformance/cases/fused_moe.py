@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from conformance.case import FLOATS
 from conformance.cases import moe
 from conformance.cases.moe import INF, NAN, apart, change_ids, drop_some, duplicate, half_here, replace, together
+from conformance.properties.roles import Roles, Route, rows_alone, rows_shuffled, shuffled, take
 
 
 def table(kind, sizes=({},), change=None, **options):
@@ -95,12 +95,14 @@ def top_k_in_place_of_w3(arguments):
 
 
 SMALL = {"T": 20, "E": 6}
+ODD = ((1, 1, 1), (7, 17, 33), (40, 47, 95))  # T, I, Hd
+LARGE = {"T": 16388, "E": 256, "topk": 4, "I": 16384, "Hd": 8}  # T*k*2I > 2^31 (field bug 13)
 
 CASES = [
     *table("sizes", [{"T": t, "E": e, "topk": k} for t in (1, 2, 6, 40) for e, k in ((4, 1), (8, 2), (16, 4))]),
     *table("format_a", [{"T": t, "merged": False} for t in (1, 6, 40)]),
     *table("format_b", [{"T": t, "merged": True} for t in (1, 6, 40)]),
-    *table("odd_sizes", both(*({"T": t, "E": 3, "I": i, "Hd": h} for t, i, h in ((1, 1, 1), (7, 17, 33), (40, 47, 95))))),
+    *table("odd_sizes", both(*({"T": t, "E": 3, "I": i, "Hd": h} for t, i, h in ODD))),
     *table("odd_i", [{"T": t, "E": 2, "I": i} for t in (4, 40) for i in (3, 15, 31, 33, 63, 65)]),
     *table("every_residue", both(*({"T": 40, "I": i, "Hd": i + 1} for i in range(1, 65))), level="standard"),
     *table("layer", both({"T": 1}, {"T": 16}, {"T": 70}, E=16, topk=4, I=512, Hd=2048), level="standard"),
@@ -124,7 +126,7 @@ CASES = [
     *table("column_major", [SMALL], replace("x", lambda x: x.t().contiguous().t())),
     *table("transposed_w2", [SMALL], replace("w2", lambda w: w.transpose(1, 2).contiguous().transpose(1, 2))),
     *table("empty", both({"T": 0})),
-    *table("large_offsets", [{"T": 16388, "E": 256, "topk": 4, "I": 16384, "Hd": 8}], dtypes=FLOATS[2:], level="exhaustive"),
+    *table("large_offsets", [LARGE], dtypes=(torch.bfloat16,), level="exhaustive"),
     *table("w3_is_top_k", [{}], top_k_in_place_of_w3, raises="w3"),
     *table("w3_of_another_shape", both({})[:1], replace("w3", lambda w: w[:, 1:]), raises="w3"),
     *table("w3_of_another_dtype", both({})[:1], replace("w3", lambda w: w.double()), raises="w3"),
@@ -139,4 +141,96 @@ CASES = [
     *table("ids_of_other_tokens", [{}], replace("topk_ids", lambda ids: ids[1:]), raises="topk_ids"),
     *table("ids_int64", [{}], replace("topk_ids", lambda ids: ids.long()), raises="topk_ids"),
     *table("map_int64", [{}], lambda arguments: {"expert_map": torch.arange(8)}, raises="expert_map"),
+]
+
+
+# ---- for the properties ----------------------------------------------------------------------------------------------
+
+
+def drop_slots(arguments):
+    drop_some(arguments["topk_ids"])
+
+
+def nan_where_nobody_looks(arguments):
+    """Unchosen experts, the weights of slots without an expert, a token that has none."""
+    ids = arguments["topk_ids"]
+    spared = torch.ones(len(arguments["w1"]), dtype=torch.bool)
+    spared[ids[ids >= 0].unique().long().cpu()] = False
+    assert spared.any()
+    for name in ("w1", "w2", "w3"):
+        if arguments[name] is not None:
+            arguments[name][spared] = NAN
+    arguments["topk_weights"][ids < 0] = NAN
+    arguments["x"][(ids < 0).all(dim=1)] = NAN
+
+
+def experts_in_another_order(call, arguments):
+    order = shuffled(len(arguments["w1"]), arguments["w1"])
+    ids = arguments["topk_ids"]
+    renamed = order.argsort()[ids.clamp(min=0).long()].int().where(ids >= 0, ids)
+    return call(take(arguments, order, "w1", "w2", "w3") | {"topk_ids": renamed})
+
+
+def slots_in_another_order(call, arguments):
+    return call(arguments | {name: arguments[name].flip(1) for name in ("topk_weights", "topk_ids")})
+
+
+def other_format(call, arguments):
+    """Format A of format B's weights, or the other way round."""
+    w1, w3 = arguments["w1"], arguments["w3"]
+    if w3 is not None:
+        return call(arguments | {"w1": torch.cat([w1, w3], dim=1), "w3": None})
+    gate, up = w1.chunk(2, dim=1)
+    return call(arguments | {"w1": gate.contiguous(), "w3": up.contiguous()})
+
+
+def staged(call, arguments):
+    """The chain of the four stages, as the head of `ops_reference/moe.py` has it."""
+    x, w1, ids = arguments["x"], arguments["w1"], arguments["topk_ids"]
+    w13 = w1 if arguments["w3"] is None else torch.cat([w1, arguments["w3"]], dim=1)
+    align = call.of("moe_align_block_size")({"topk_ids": ids, "block_size": 16, "num_experts": len(w1)})
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    blocks = dict(zip(names, align.values(), strict=True)) | {"block_size": 16}
+    gemm = call.of("grouped_gemm")
+    gate, up = gemm({"x": x, "w": w13, **blocks, "top_k": ids.shape[1]})["output"].chunk(2, dim=1)
+    hidden = torch.nn.functional.silu(gate) * up
+    weights = arguments["topk_weights"].flatten()
+    y = gemm({"x": hidden, "w": arguments["w2"], **blocks, "top_k": 1, "slot_weights": weights})["output"]
+    return call.of("moe_sum")({"y": y.unflatten(0, ids.shape), "topk_ids": ids})
+
+
+def on_two_ranks(call, arguments):
+    """Half of the experts each, by a map; the ranks' outputs are added."""
+    count = len(arguments["w1"])
+    half, out = count // 2, 0
+    for first, end in ((0, half), (half, count)):
+        local = torch.arange(count, dtype=torch.int32, device=arguments["x"].device) - first
+        here = {"expert_map": local.where((local >= 0) & (local < end - first), -1)}
+        out = out + call(take(arguments, slice(first, end), "w1", "w2", "w3") | here)["output"]
+    return {"output": out}
+
+
+TINY = {"T": 6, "E": 16, "topk": 2, "I": 24, "Hd": 40}
+TOKENS = ("x", "topk_weights", "topk_ids")
+
+ROLES = [
+    Roles(
+        "fused_moe",
+        sizes=both(TINY),
+        busy={"T": 70, "E": 8, "topk": 2, "I": 64, "Hd": 128},
+        residues=[{"T": 5, "E": 2, "topk": 1, "I": i, "Hd": 67 - i, "merged": i % 2 == 0} for i in range(1, 67)],
+        all_residues=[{"T": 40, "E": 2, "I": i, "Hd": 131 - i, "merged": i % 2 == 0} for i in range(1, 131)],
+        prepare=drop_slots,
+        irrelevant=nan_where_nobody_looks,
+        routes=(
+            Route("permutation", "tokens", rows_shuffled(*TOKENS)),
+            Route("permutation", "experts", experts_in_another_order),
+            Route("permutation", "slots", slots_in_another_order),
+            Route("batch_invariance", "tokens", rows_alone(*TOKENS)),
+            Route("composition", "other_format", other_format),
+            Route("composition", "staged", staged),
+            Route("composition", "staged_of_format_a", staged, sizes=TINY | {"merged": False}),
+            Route("composition", "two_ranks", on_two_ranks),
+        ),
+    )
 ]

@@ -1,4 +1,4 @@
-"""The reference of matmul_fp16: float32 accumulation for float16, torch's own linear layer for the rest, its refusals."""
+"""The reference of matmul_fp16: float32 accumulation for float16, torch's own layer for the rest, refusals."""
 
 import pytest
 import torch

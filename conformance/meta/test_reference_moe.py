@@ -30,7 +30,7 @@ def test_align_by_hand():
 
 
 def test_align_sends_ids_through_the_map():
-    """Global 0 lives elsewhere, 1 is local 1, 2 is local 0: groups are in the order of local ids, which the blocks name."""
+    """Global 0 lives elsewhere, 1 is local 1, 2 is local 0: groups in the order of local ids, which blocks name."""
     slots, experts, count = aligned(ids([2, 0, 1], [1, -1, 2]), 2, 3, torch.tensor([-1, 1, 0], dtype=torch.int32))
     assert slots[:4] == [0, 5, 2, 3]
     assert experts[:2] == [0, 1]

@@ -12,7 +12,6 @@
 namespace OPSHIM_ISA {
 
 constexpr int kRows = 32, kColumns = 32;  // of a block of results, float[kRows][kColumns]
-
 constexpr int kFewColumns = 4;  // up to here FMA is as fast as AMX
 
 // exact: the columns are values of T as they are, not results in float32.
@@ -124,7 +123,7 @@ void fma_product(const T* w, int64_t stride, int rows, const Panel& panel, float
 }
 
 #if defined(OPSHIM_AMX)
-// Planes of an infinity do not behave as their sum does (inf - inf, inf * 0), so that an infinite input would show as NaN.
+// Planes of an infinity do not behave as their sum does (inf - inf, inf * 0): an infinite input would show as NaN.
 // Results that are not finite are computed again, from whole values.
 template <class T>
 void repair(const T* w, int64_t stride, int rows, const Panel& x, float* c) {

@@ -1,5 +1,5 @@
-// Matrix products in AMX tiles (Sapphire Rapids and later): 16 x 16 results of 32 products each in 16 cycles, 8 times the
-// float32 FMA rate, on pairs of bfloat16 with float32 accumulation.
+// Matrix products in AMX tiles (Sapphire Rapids and later): 16 x 16 results of 32 products each in 16 cycles, 8 times
+// the float32 FMA rate, on pairs of bfloat16 with float32 accumulation.
 //
 // Products of bfloat16 are exact in float32, so wider values are served as sums of bfloat16 planes, cut off from the
 // top: float16 is exactly two (11 bits = 8 + 3), float32 three (8 + 8 + 8). Products of planes i and j with i + j > 2
@@ -93,8 +93,8 @@ inline vu round_plane(vf a, vf b) {
   return (low + 0x7fffu + ((low >> 16) & 1u)) >> 16 | ((high + 0x7fffu + ((high >> 16) & 1u)) & 0xffff0000u);
 }
 
-// The inner indices that share pair p of a tile: neighbours for bfloat16, whose weights are not converted; else 16 apart,
-// which spares the conversion a shuffle. Weights and activations only have to agree.
+// The inner indices that share pair p of a tile: neighbours for bfloat16, whose weights are not converted; else 16
+// apart, which spares the conversion a shuffle. Weights and activations only have to agree.
 template <class T> constexpr bool kNeighbours = kWeightPlanes<T> == 1;
 template <class T> constexpr int first_of_pair(int p) { return kNeighbours<T> ? 2 * p : p; }
 template <class T> constexpr int second_of_pair(int p) { return kNeighbours<T> ? 2 * p + 1 : p + kTile; }
@@ -176,10 +176,11 @@ inline void stage(const T* w, int64_t stride, int rows, int inner, Staged<T>& st
     std::memset(planes[i][rows], 0, (2 * kTile - rows) * sizeof planes[i][0]);
 }
 
-// c[32][32] = 32 rows of weights times Tiles tiles of packed columns, from tile `first` on; `ready`: the weights staged.
+// c[32][32] = 32 rows of weights times Tiles tiles of packed columns, from tile `first` on. `ready`: staged weights.
 // float32 sums what its lower planes contribute apart from the rest, where it would add rounding errors of the whole.
 template <class T, int Tiles>
-void tile_product(const T* w, int64_t stride, int rows, const Panel& panel, int first, const Staged<T>* ready, float* c) {
+void tile_product(const T* w, int64_t stride, int rows, const Panel& panel, int first, const Staged<T>* ready,
+                  float* c) {
   constexpr bool apart = kWeightPlanes<T> == 3;
   static_assert(Tiles == 1 || !apart, "tiles 1 and 3 hold either more columns or the lower planes");
   const char* x = panel.data + first * kTileBytes;

@@ -1,7 +1,7 @@
 // matmul_fp16: a linear layer on float16, accumulated in float32.
 //
 // Idea: gemm.h. Every block of 32 rows of weights is one task and meets all panels of activations while it is in the
-// cache, so weights are read from memory once. Floor: N*K*2 bytes of weights for few rows of a, 2*M*N*K products for many.
+// cache, so weights are read from memory once. Floor: N*K*2 bytes of weights for few rows of a, for many M*N*K FMAs.
 #include "gemm.h"
 
 using namespace OPSHIM_ISA;

@@ -1,7 +1,7 @@
 // Mixture of experts: moe_align_block_size, moe_sum, grouped_gemm, fused_moe.
 //
-// Idea: slots are grouped by expert, each expert's tokens packed into panels of 32 (gemm.h), and a task is a block of an
-// expert's weight rows times all of that expert's panels, so that every weight is read from memory once per wave.
+// Idea: slots are grouped by expert, each expert's tokens packed into panels of 32 (gemm.h), and a task is a block of
+// an expert's weight rows times all of that expert's panels, so that every weight is read from memory once per wave.
 // fused_moe keeps what is between its two products in panels, wider than act, and each task of the second product owns
 // some columns of the output and adds up all experts there: no buffer of T*k results, no order that depends on threads.
 // Floor: the chosen experts' weights once, 3*I*Hd*2 bytes each in half precision; from about 64 tokens per expert on,
@@ -36,9 +36,10 @@ struct Wave {
   int64_t batch_count, group_count;
 };
 
-// Cuts runs into waves and calls work(wave) for each, with memory for panels of `inner` and of `hidden` values per slot.
+// Cuts runs into waves and calls work(wave) for each; panels have memory for `inner` and for `hidden` values per slot.
 template <class T, class F>
-int for_each_wave(const Run* runs, int64_t count, const int32_t* slots, int64_t inner, int64_t hidden, bool exact, F&& work) {
+int for_each_wave(const Run* runs, int64_t count, const int32_t* slots, int64_t inner, int64_t hidden, bool exact,
+                  F&& work) {
   int64_t run = 0, done = 0;  // slots of the run that earlier waves took
   Batch* batches = scratch<struct Batches, Batch>(count < kWave ? count : kWave);
   Group* groups = scratch<struct Groups, Group>((count < kWave ? count : kWave) + kWave / kColumns);
@@ -51,8 +52,9 @@ int for_each_wave(const Run* runs, int64_t count, const int32_t* slots, int64_t 
       Batch& batch = batches[wave.batch_count++] = {runs[run].expert, groups + wave.group_count, nullptr};
       for (int64_t i = 0; i < taken; i += kColumns) {
         const int columns = int(taken - i < kColumns ? taken - i : kColumns);
-        Group& group = groups[wave.group_count++] = {slots + runs[run].first + done + i, make_panel<T>(columns, inner, exact),
-                                                     make_panel<T>(columns, hidden, false)};
+        Group& group = groups[wave.group_count++];
+        group = {slots + runs[run].first + done + i, make_panel<T>(columns, inner, exact),
+                 make_panel<T>(columns, hidden, false)};
         bytes += group.x.bytes() + group.hidden.bytes();
       }
       batch.end = groups + wave.group_count;
@@ -198,7 +200,9 @@ int fused(const Fused& f) {
     });
   });
   if (status != kOk) return status;
-  parallel_for(f.tokens, f.threads, [&](int64_t t) { store_row((T*)f.out + t * f.hidden, out + t * f.hidden, f.hidden); });
+  parallel_for(f.tokens, f.threads, [&](int64_t t) {
+    store_row((T*)f.out + t * f.hidden, out + t * f.hidden, f.hidden);
+  });
   return kOk;
 }
 
@@ -263,21 +267,28 @@ int grouped(const Grouped& g) {
   });
 }
 
-// Columns of a sum at once: k slots of them stay in registers and L1.
+// out[n] = the sum of a token's slots, `Vectors` vectors at a time: independent sums hide an addition's latency.
+template <int Vectors, class T>
+inline void sum_columns(const T* y, const int32_t* ids, T* out, int64_t top_k, int64_t slot_stride, int n) {
+  vf total[Vectors] = {};
+  for (int64_t j = 0; j < top_k; ++j) {
+    if (ids && ids[j] < 0) continue;
+    const T* from = y + j * slot_stride;
+    for (int v = 0; v < Vectors; ++v) total[v] += n < W ? load(from, n) : load(from + v * W);
+  }
+  for (int v = 0; v < Vectors; ++v) n < W ? store(out, total[v], n) : store(out + v * W, total[v]);
+}
+
 template <class T>
 int sum_slots(const T* y, const int32_t* ids, T* out, int64_t tokens, int64_t top_k, int64_t n, int64_t token_stride,
               int64_t slot_stride, int64_t threads) {
   parallel_for(tokens, threads, [&](int64_t t) {
-    for (int64_t i = 0; i < n; i += W) {
-      const int here = n - i < W ? int(n - i) : W;
-      vf total = {};
-      for (int64_t j = 0; j < top_k; ++j) {
-        if (ids && ids[t * top_k + j] < 0) continue;
-        const T* from = y + t * token_stride + j * slot_stride + i;
-        total += here == W ? load(from) : load(from, here);
-      }
-      here == W ? store(out + t * n + i, total) : store(out + t * n + i, total, here);
-    }
+    const int32_t* chosen = ids ? ids + t * top_k : nullptr;
+    const T* from = y + t * token_stride;
+    T* to = out + t * n;
+    int64_t i = 0;
+    for (; i + 4 * W <= n; i += 4 * W) sum_columns<4>(from + i, chosen, to + i, top_k, slot_stride, 4 * W);
+    for (; i < n; i += W) sum_columns<1>(from + i, chosen, to + i, top_k, slot_stride, n - i < W ? int(n - i) : W);
   });
   return kOk;
 }

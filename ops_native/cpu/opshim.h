@@ -99,7 +99,9 @@ inline vf load(const f16* p) {
 }
 inline void store(f16* p, vf v) {
 #if defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(bits<__m512>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  // masked, by nothing, since GCC 12 warns of its own unmasked form
+  constexpr int nearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+  _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtps_ph(0xffff, bits<__m512>(v), nearest));
 #elif defined(__F16C__)
   _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(bits<__m256>(v), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
