@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 
 GRACE = 15.0  # seconds from the first signal to SIGKILL
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_CAUSE = re.compile(r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?(?P<words>opshim: .*|\b[A-Za-z_.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$")
+_CAUSE = re.compile(
+    r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?"
+    r"(?P<words>opshim: .*|\b[A-Za-z_.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$"
+)
 
 
 @dataclass
