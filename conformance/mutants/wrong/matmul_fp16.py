@@ -145,8 +145,9 @@ def no_rows_raise(call):
 
 @mutant("matmul_fp16", "determinism")
 def sums_in_another_order_each_time(call):
-    """Atomic adds of the parts of K: the order, and with it the last bits, changes from run to run."""
-    y = torch.zeros(*call.a.shape[:-1], call.b.shape[0])
-    for k in torch.randperm(call.a.shape[-1]).split(4):
-        y += call.a[..., k].float() @ call.b[:, k].float().T
-    return with_bias(y, call.bias, call.a.dtype)
+    """Atomic adds of four parts of K into the output: their order, and with it the last bits, changes with each run."""
+    a, b = call.a.float().tensor_split(4, -1), call.b.float().tensor_split(4, -1)
+    y = torch.zeros(*call.a.shape[:-1], call.b.shape[0], dtype=call.a.dtype)
+    for part in torch.randperm(4).tolist():
+        y += (a[part] @ b[part].T).to(y.dtype)
+    return y if call.bias is None else y + call.bias
