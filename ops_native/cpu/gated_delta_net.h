@@ -33,13 +33,17 @@ inline void store_up_to(T* p, vf v, int n) { n == W ? store(p, v) : store(p, v, 
 inline vf softplus(vf x) {
   constexpr float c[] = {0.019542528f, -0.056373615f, 0.10543624f, -0.15269667f, 0.19663274f,
                          -0.24951616f, 0.33329710f,   -0.49999893f, 1.0f};
-  const vf y = vexp(select(vi(x > 0.0f), -x, x));
+  const vf y = exp_of_negative(select(vi(x > 0.0f), -x, x));
   vf p = splat(-0.0031760570f);
   for (const float next : c) p = p * y + next;
   return vmax(vf{}, x) + p * y;
 }
-inline vf sigmoid(vf x) { return 1.0f / (vexp(-x) + 1.0f); }
-inline vf decay_of(vf g) { return vexp(select(vi(g > 0.0f), vf{}, g)); }  // e^min(g, 0); NaN stays NaN
+inline vf sigmoid(vf x) {
+  const vi positive = vi(x > 0.0f);
+  const vf y = exp_of_negative(select(positive, -x, x));
+  return select(positive, splat(1), y) / (y + 1.0f);
+}
+inline vf decay_of(vf g) { return exp_of_negative(select(vi(g > 0.0f), vf{}, g)); }  // e^min(g, 0); NaN stays NaN
 
 // Writes row x [K] to `out` in float32, divided by its norm when l2norm: vectors of W, `step` floats apart, the last
 // one filled up with zeros.

@@ -158,14 +158,12 @@ inline float max_of(vf v) {
 #endif
 }
 
-// e^x within 1 ulp (Cephes' expf, range reduced by ln 2): 0 from -104 down, inf from 88.73 up, NaN for NaN.
-inline vf vexp(vf x) {
-  const vi low = vi(x < -104.0f), high = vi(x > 88.7228394f), nan = vi(x != x);
-  vf clean = select(low | high | nan, vf{}, x);
+// e^x within 1 ulp (Cephes' expf, range reduced by ln 2) for x in [-104, 88.72]: from 0 up; NaN for NaN.
+inline vf exp_in_range(vf x) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
-  const vf shifted = clean * 1.44269504088896341f + magic;
+  const vf shifted = x * 1.44269504088896341f + magic;
   const vf n = shifted - magic;
-  vf r = clean - n * 0.693359375f;
+  vf r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -177,11 +175,16 @@ inline vf vexp(vf x) {
   // 2^n in two factors, so that results below the smallest normal number round instead of vanishing
   const vi whole = bits<vi>(shifted) - bits<vi>(magic), half = whole >> 1;
   const vf a = bits<vf>((half + 127) << 23), b = bits<vf>((whole - half + 127) << 23);
-  vf y = p * a * b;
-  y = select(low, vf{}, y);
-  y = select(high, splat(HUGE_VALF), y);
-  return select(nan, x, y);
+  return p * a * b;
 }
+// For any x: 0 from -104 down, inf from 88.73 up.
+inline vf vexp(vf x) {
+  const vi low = vi(x < -104.0f), high = vi(x > 88.7228394f);
+  const vf y = select(low, vf{}, exp_in_range(select(low | high, vf{}, x)));
+  return select(high, splat(HUGE_VALF), y);
+}
+// For x <= 0, where nothing can overflow.
+inline vf exp_of_negative(vf x) { return exp_in_range(vmax(splat(-104.0f), x)); }
 
 // ---- dtypes, threads, scratch ---------------------------------------------------------------------------------------
 // Calls f with a value of the element type that the code names.
