@@ -1,0 +1,130 @@
+"""Failures as files, and `runner.py replay`. Every failed case has one; a JSON object:
+
+    replay   version of this layout
+    suite    of the suite that wrote it: another suite's cases may be others
+    op, case, provider, device, seed (base of the run), provider_files
+    problem  of a search, the smallest that failed (fields of `Problem`), or the one whose call never ended; else null
+    reason, message, call   of a failure; call: Python that tries the problem
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import shim
+from conformance import SUITE, workers
+from conformance.case import Case
+from conformance.run import Result, Target
+from conformance.run import run as run_case
+from conformance.search.problem import Problem
+
+LAYOUT = 1
+PASS, FAIL, USAGE = 0, 1, 2
+
+
+class ReplayError(shim.OpshimError):
+    """A file that is no replay file, or that this suite cannot replay."""
+
+
+@dataclass
+class Run:
+    """What this process's run tells its replay files; folder None: none are written."""
+
+    folder: Path | None = None
+    seed: int = 0
+    provider_files: Sequence[str] = ()
+
+
+run = Run()
+
+
+def place(case: Case, target: Target) -> Path:
+    return run.folder / f"{case.id}.{target.provider.replace(':', '-')}.{target.device}.json"
+
+
+def keep(case: Case, target: Target, problem: Problem | None = None, result: Result | None = None) -> str:
+    """Writes the case's replay file; gives its path, or "" where the run keeps none."""
+    if run.folder is None:
+        return ""
+    files = list(run.provider_files)
+    document = {
+        "replay": LAYOUT, "suite": SUITE, "op": case.op, "case": case.id, "provider": target.provider,
+        "device": target.device, "seed": run.seed, "provider_files": files,
+        "problem": asdict(problem) if problem else None,
+        "reason": result.reason if result else "", "message": result.message if result else "",
+        "call": problem.call(target.provider, target.device, files) if problem else "",
+    }  # fmt: skip
+    path = place(case, target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return str(path)
+
+
+def forget(case: Case, target: Target) -> None:
+    """Removes what was kept of a case that passed after all."""
+    if run.folder is not None:
+        with suppress(FileNotFoundError):
+            place(case, target).unlink()
+
+
+def read(path: Path) -> dict[str, Any]:
+    """What `keep` wrote; ReplayError for anything else."""
+    try:
+        document = json.loads(path.read_text())
+        layout, suite = document["replay"], document["suite"]
+    except OSError as error:
+        raise ReplayError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError):
+        raise ReplayError(f"{path} is no replay file of the conformance suite") from None
+    for what, written, here in (("layout", layout, LAYOUT), ("suite", suite, SUITE)):
+        if written != here:
+            raise ReplayError(f"{path} is of {what} version {written}, this is {here}: run the suite again")
+    missing = {"op", "case", "provider", "device", "seed", "provider_files", "problem"} - document.keys()
+    if missing:
+        raise ReplayError(f"{path} is no replay file of the conformance suite: no {', '.join(sorted(missing))} in it")
+    return document
+
+
+def case_of(document: dict[str, Any], path: Path) -> Case:
+    """The case to run: the problem that a search ended with, or one of the tables."""
+    from conformance.cases import all_cases  # the searches are among them
+
+    if document["problem"]:
+        try:
+            return Problem(**document["problem"]).case()
+        except (TypeError, KeyError):
+            raise ReplayError(f"{path} is no replay file of the conformance suite: its problem is none") from None
+    for case in all_cases():
+        if case.id == document["case"]:
+            return case
+    raise ReplayError(f"{path} names a case that this suite does not have: {document['case']}")
+
+
+def replay(file: str, provider: str | None = None, provider_files: Sequence[str] = (), device: str | None = None) -> int:
+    """Runs a stored failure again, on its own provider and device or on others, and prints the verdict.
+
+    0: it passes, 1: it fails or nothing was run, 2: wrong usage.
+    """
+    from conformance.selection import Selection, target_of
+
+    try:
+        document = read(Path(file))
+        case = case_of(document, Path(file))
+        files = [*provider_files, *(document["provider_files"] if provider in (None, document["provider"]) else ())]
+        provider, device = provider or document["provider"], device or document["device"]
+        Selection.make([case.op], provider, list(dict.fromkeys(files)), device)
+        target = target_of(case.op, provider, device)
+    except shim.OpshimError as error:
+        print(f"replay: {error}", file=sys.stderr)
+        return USAGE
+    run.seed, run.provider_files = document["seed"], files
+    with workers.time_limit(workers.SECONDS["quick"]):
+        result = run_case(case, target, document["seed"])
+    print(result)
+    return PASS if result.status == "pass" else FAIL
