@@ -14,6 +14,7 @@ A case module (`conformance/cases/<family>.py`) is a list of tables, one per cla
         return arguments
 
 Nothing else is said per case: seed, exact answer, error budget and the rules of every op are the suite's (`run.py`).
+A property that takes several calls is a case with a `check` of its own: `conformance/properties` makes those.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class Case:
     make     (generator, device, dtype, **sizes) -> arguments by name; None: the op's example
     compare  (Evaluation) -> list[Finding], replaces `compare.by_budget` for outputs that have more than one right value
     raises   the argument that an OpArgumentError must name: every provider must refuse the call, nothing may run
+    check    (target, fresh) -> list[Finding], replaces the one call and its judgement; fresh() gives the arguments anew
+    device   the only device type that it is for; None: any
     """
 
     op: str
@@ -56,6 +59,8 @@ class Case:
     make: Callable | None = None
     compare: Callable | None = None
     raises: str | None = None
+    check: Callable | None = None
+    device: str | None = None
 
     @property
     def id(self) -> str:
@@ -100,7 +105,7 @@ def table(
     return [Case(op, kind, size, dtype, level, make, compare, raises) for size in sizes for dtype in dtypes]
 
 
-def at_level(cases: Iterable[Case], level: str) -> list[Case]:
-    """The cases that a run at `level` includes: its own and every lower level's."""
+def at_level(cases: Iterable[Case], level: str, device: str = "cpu") -> list[Case]:
+    """The cases that a run at `level` on a device includes: its own and every lower level's."""
     highest = LEVELS.index(level)
-    return [case for case in cases if LEVELS.index(case.level) <= highest]
+    return [case for case in cases if LEVELS.index(case.level) <= highest and case.device in (None, device)]

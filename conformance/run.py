@@ -117,6 +117,21 @@ class Result:
         wrong = next((finding for finding in findings if finding.kind), None)
         return self.failed(wrong.kind, describe(wrong)) if wrong else self
 
+    def __str__(self) -> str:
+        """The verdict, and of a failure its arguments."""
+        why = f": {self.reason}: {self.message}" if self.reason else f": worst error {self.ratio:.2f} of its budget"
+        inputs = "".join(f"\n  {name}: {value}" for name, value in self.arguments.items())
+        return f"{self.status.upper()}  {self.case} on {self.provider} ({self.device}){why}{inputs}"
+
+
+class Ended(Exception):
+    """Raised in a case's own check: the case fails, or is skipped, for a reason known by its kind and in words."""
+
+    def __init__(self, status: str, reason: str, message: str, witness: Result | None = None):
+        """witness: the one call that says it all."""
+        super().__init__(message)
+        self.status, self.reason, self.message, self.witness = status, reason, message, witness
+
 
 def run(case: Case, target: Target, base_seed: int = 0) -> Result:
     """Runs the case; never raises for what the provider does, only for a broken case or reference."""
@@ -126,8 +141,9 @@ def run(case: Case, target: Target, base_seed: int = 0) -> Result:
         return result.skipped("not_offered", target.missing)
     if target.unavailable:
         return result.failed("unavailable", target.unavailable)
-    _must_refuse(case, target, result) if case.raises else _must_be_right(case, target, result)
-    if result.status == "fail":
+    judgement = _must_refuse if case.raises else _must_hold if case.check else _must_be_right
+    judgement(case, target, result)
+    if result.status == "fail" and not result.arguments:
         result.arguments = in_words(case.arguments(target.device, result.seed))
     return result
 
@@ -149,7 +165,7 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
         with poisoned_memory():
             returned, result.provider_ms = _timed(target.function, arguments, target.device)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
-        return result.failed("raised", _told(error))
+        return result.failed("raised", told(error))
     plain_arguments = fresh()
     plain, result.reference_ms = _timed(target.op.reference, plain_arguments, target.device)
     wrong = watch.findings(returned) or _structure(returned, plain)
@@ -169,6 +185,16 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
     )
 
 
+def _must_hold(case: Case, target: Target, result: Result) -> Result:
+    """The case's own check finds no fault with the provider."""
+    try:
+        return result.judged(case.check(target, lambda: case.arguments(target.device, result.seed)))
+    except Ended as end:
+        for name in ("findings", "ratio", "arguments", "replay") if end.witness else ():
+            setattr(result, name, getattr(end.witness, name))
+        return result.failed(end.reason, end.message) if end.status == "fail" else result.skipped(end.reason, end.message)
+
+
 def _must_refuse(case: Case, target: Target, result: Result) -> Result:
     """The call is wrong: an OpArgumentError must name the argument before anything is written."""
     arguments = case.arguments(target.device, result.seed)
@@ -180,7 +206,7 @@ def _must_refuse(case: Case, target: Target, result: Result) -> Result:
             return result.failed("not_refused", f"expected an error about '{case.raises}', got: {error}")
         return result.judged(watch.findings(None))
     except Exception as error:  # noqa: BLE001 - any other error is the wrong one
-        return result.failed("not_refused", f"expected an OpArgumentError about '{case.raises}', got {_told(error)}")
+        return result.failed("not_refused", f"expected an OpArgumentError about '{case.raises}', got {told(error)}")
     return result.failed("not_refused", f"the call was accepted; argument '{case.raises}' is wrong")
 
 
@@ -268,7 +294,7 @@ def describe(finding: Finding) -> str:
     return text
 
 
-def _told(error: Exception) -> str:
+def told(error: Exception) -> str:
     """The error and the line that raised it, without the suite's own frames."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"

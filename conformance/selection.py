@@ -64,10 +64,11 @@ class Selection:
 
     def cases(self) -> list[tuple[str, Case]]:
         """(device, case) of the run, in the order of the tables. SelectionError where there is none."""
-        cases = at_level((case for case in all_cases() if case.op in self.ops), self.level)
+        mine = [case for case in all_cases() if case.op in self.ops]
+        cases = [(device, case) for device in self.devices for case in at_level(mine, self.level, device)]
         if not cases:
             raise SelectionError(f"no case is selected: {', '.join(self.ops)} at level {self.level}")
-        return [(device, case) for device in self.devices for case in cases]
+        return cases
 
 
 @cache

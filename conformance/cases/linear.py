@@ -6,6 +6,7 @@ import torch
 
 from conformance import case
 from conformance.case import example
+from conformance.properties.roles import Roles, Route, rows_alone, rows_shuffled, shuffled, take
 
 OP = "matmul_fp16"
 HALF = (torch.float16,)
@@ -160,3 +161,51 @@ CASES = [
     *table("weights_with_three_dimensions", [{}], lambda arguments: {"b": arguments["b"][None]}, raises="b"),
     *table("large_offsets", [{"M": 4100, "N": 2**19, "K": 8}], level="exhaustive"),
 ]
+
+
+# ---- for the properties ----------------------------------------------------------------------------------------------
+
+
+def weights_in_another_order(call, arguments):
+    order = shuffled(len(arguments["b"]), arguments["b"])
+    return {"output": call(take(arguments, order, "b", "bias"))["output"][:, order.argsort()]}
+
+
+def inner_in_another_order(call, arguments):
+    order = shuffled(arguments["a"].shape[1], arguments["a"])
+    return call(arguments | {name: arguments[name][:, order] for name in ("a", "b")})
+
+
+def weights_in_halves(call, arguments):
+    half = len(arguments["b"]) // 2 - 1
+    parts = [call(take(arguments, part, "b", "bias"))["output"] for part in (slice(half), slice(half, None))]
+    return {"output": torch.cat(parts, dim=1)}
+
+
+def unit_weights(arguments):
+    """b is the identity, so that what comes out is a itself."""
+    rows = arguments["a"]
+    return {"b": torch.eye(rows.shape[1], device=rows.device, dtype=rows.dtype), "bias": None}
+
+
+ROLES = [
+    Roles(
+        OP,
+        sizes=({"M": 7, "N": 40, "K": 48, "bias": True}, {"M": 1, "N": 33, "K": 64}),
+        busy={"M": 70, "N": 500, "K": 700},
+        residues=[{"M": 1 + k % 9, "N": 67 - k, "K": k} for k in range(1, 67)]
+        + [{"M": m, "N": 17, "K": 40} for m in range(1, 35)],
+        all_residues=[{"M": m, "N": 1 + n, "K": 131 - n} for m in (1, 2, 17, 65) for n in range(130)],
+        dtypes=HALF,
+        routes=(
+            Route("permutation", "rows", rows_shuffled("a")),
+            Route("permutation", "weights", weights_in_another_order),
+            Route("permutation", "inner", inner_in_another_order),
+            Route("batch_invariance", "rows", rows_alone("a")),
+            Route("batch_invariance", "many_rows", rows_alone("a"), sizes={"M": 70, "N": 65, "K": 130}),
+            Route("composition", "weights_in_halves", weights_in_halves),
+            Route("identities", "unit_weights", lambda call, arguments: call(arguments), prepare=unit_weights,
+                  whole=lambda call, arguments: {"output": arguments["a"]}),
+        ),
+    )
+]  # fmt: skip

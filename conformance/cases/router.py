@@ -7,6 +7,7 @@ import torch
 from conformance import case
 from conformance.case import FLOATS, example
 from conformance.compare import compare_topk
+from conformance.properties.roles import Roles, Route, rows_alone, rows_shuffled, shuffled
 
 OP = "topk_softmax"
 ODD = (1, 3, 60, 96, 160, 257, 384, 1000)  # field bug 9: no power of two, or above the sizes that kernels are tuned for
@@ -168,3 +169,52 @@ CASES = [
     *table("bias_shape", change=with_bias((7,)), dtypes=FLOATS[:1], raises="correction_bias"),
     *table("bias_dtype", change=with_bias(dtype=torch.float16), dtypes=FLOATS[:1], raises="correction_bias"),
 ]  # fmt: skip
+
+
+# ---- for the properties ----------------------------------------------------------------------------------------------
+
+
+def distinct_logits(arguments):
+    """No ties, in any dtype: multiples of 1/8."""
+    logits = arguments["gating_output"]
+    generator = torch.Generator().manual_seed(3)
+    order = torch.stack([torch.randperm(logits.shape[1], generator=generator) for _ in logits])
+    logits.copy_((order / 8 - 4).to(logits))
+
+
+def experts_in_another_order(call, arguments):
+    order = shuffled(arguments["gating_output"].shape[1], arguments["gating_output"])
+    changed = {"gating_output": arguments["gating_output"][:, order], "correction_bias": arguments["correction_bias"][order]}
+    results = call(arguments | changed)
+    return results | {"output[1]": order[results["output[1]"].long()].int()}
+
+
+def shifted_logits(call, arguments):
+    """softmax(x + 4) = softmax(x), and x + 4 is exact."""
+    return call(arguments | {"gating_output": arguments["gating_output"] + 4})
+
+
+def divided_afterwards(call, arguments):
+    results = call(arguments | {"renormalize": False})
+    weights = results["output[0]"]
+    return results | {"output[0]": weights / weights.sum(-1, keepdim=True)}
+
+
+ROLES = [
+    Roles(
+        OP,
+        sizes=({"T": 9, "E": 60, "topk": 4, "bias": True},),
+        busy={"T": 1500, "E": 60, "topk": 4},
+        residues=[{"T": 2, "E": e, "topk": min(e, 1 + e % 11)} for e in range(1, 131)],
+        all_residues=[{"T": 2, "E": e, "topk": min(e, 1 + e % 19)} for e in range(1, 1025)],
+        quiet=("correction_bias",),  # NaN ranks lowest there
+        compare=compare_topk,
+        routes=(
+            Route("permutation", "tokens", rows_shuffled("gating_output")),
+            Route("permutation", "experts", experts_in_another_order, prepare=distinct_logits),
+            Route("batch_invariance", "tokens", rows_alone("gating_output")),
+            Route("identities", "softmax_shift", shifted_logits, prepare=distinct_logits),
+            Route("composition", "renormalized_afterwards", divided_afterwards),
+        ),
+    )
+]

@@ -17,7 +17,9 @@ runs of many providers: a later run joins it, and replaces the report of its own
              findings [...], arguments {name: text} of a failure, provider_ms, reference_ms, replay (file, "" without)
     reason   of a failure: error_budget, row_error_budget, missing, non_finite, unequal, or a comparison's own;
              wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, aliases_input, wrote_inputs,
-             wrote_outside, raised, not_refused, unavailable, crashed, broken_case. Of a skip: refused, not_offered
+             wrote_outside, read_outside, unwritten, reached, changes, order, synchronises (properties), raised,
+             not_refused, unavailable, crashed, broken_case. Of a skip: refused, not_offered,
+             no_memory
     finding  output, kind ("" when right), ratio (error over budget), error, budget, ulp, at [...], actual, exact, text
     index    schema, date, environment, reports [{op, provider, device, level, date, file, summary}]
 
@@ -64,7 +66,7 @@ def build(results: Iterable[dict[str, Any]], level: str, seed: int) -> list[dict
             {
                 "schema": SCHEMA, "op": op, **_of_op(op), "provider": provider, "device": device, "level": level,
                 "seed": seed, "build": next((case["build"] for case in cases if case["build"]), {}),
-                "date": _now(), "environment": environment(device), "coverage": _coverage(op, level, cases),
+                "date": _now(), "environment": environment(device), "coverage": _coverage(op, level, device, cases),
                 "summary": summary(cases),
                 "cases": [{k: v for k, v in case.items() if k not in _OF_REPORT} for case in cases],
             }
@@ -185,11 +187,11 @@ def _of_op(name: str) -> dict[str, str]:
     return {"about": about, "reference": certificates.python_build(reference).get("identity", "")}
 
 
-def _coverage(op: str, level: str, cases: list[dict[str, Any]]) -> dict[str, int]:
+def _coverage(op: str, level: str, device: str, cases: list[dict[str, Any]]) -> dict[str, int]:
     from conformance.case import at_level
     from conformance.cases import all_cases  # all tables: only a run needs them, reading its report does not
 
-    listed = {case.id for case in at_level(all_cases(), level) if case.op == op}
+    listed = {case.id for case in at_level(all_cases(), level, device) if case.op == op}
     return {"listed": len(listed), "run": len(listed & {case["case"] for case in cases})}
 
 
