@@ -1,4 +1,5 @@
-"""Implementations from outside: provider files, and installed packages under the entry point group `opshim.providers`.
+"""Implementations from outside: adapters that come with opshim (shim/providers), provider files, and installed packages
+under the entry point group `opshim.providers`.
 
 A provider file is a Python file that registers functions with `@shim.implementation(...)`. All of it counts or nothing:
 a file that fails half-way leaves no registration behind.
@@ -14,6 +15,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
+from shim import providers
 from shim.errors import OpshimError, RegistrationError
 from shim.op import registrations, restore
 
@@ -41,7 +43,8 @@ def load_file(path: str | os.PathLike) -> ModuleType:
 
 
 def load_entry_points() -> list[str]:
-    """Loads every installed package's providers; returns the entry points' names."""
+    """Loads opshim's own adapters and every installed package's providers; returns the entry points' names."""
+    providers.register()
     found = sorted(entry_points(group=GROUP), key=lambda entry: entry.name)
     for entry in found:
         if entry.value not in _loaded:

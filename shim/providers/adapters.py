@@ -1,0 +1,89 @@
+"""How a module of adapters says which ops it serves, which it cannot, and what it needs for that."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import shim
+
+
+class Adapters:
+    """One provider's adapters on one device type (None: any). `missing` says why it cannot be used here, or "".
+
+        adapters = Adapters("vllm", "cpu", missing)
+
+        @adapters("moe_sum", needs=lambda: "..." or "")
+        def moe_sum(y, topk_ids=None): ...
+
+        adapters.lacks(grouped_gemm="has no such op on CPUs")
+    """
+
+    def __init__(self, provider: str, device: str | None = None, missing: Callable[[], str] = lambda: ""):
+        self.provider, self.device, self.missing = provider, device, missing
+        self.ops: dict[str, dict] = {}
+
+    def __call__(self, op: str, *, supports: Callable | None = None, needs: Callable[[], str] = lambda: "") -> Callable:
+        """Adds the adapter of an op. needs: () -> what this op alone lacks here, or ""."""
+
+        def add(function: Callable) -> Callable:
+            self.ops[op] = {"function": function, "supports": supports, "available": self._available(needs)}
+            return function
+
+        return add
+
+    def lacks(self, **reasons: str) -> None:
+        """Ops for which the library has nothing, and why: they are listed, and never available."""
+        for op, reason in reasons.items():
+            self.ops[op] = {"function": None, "supports": None, "available": self._available(lambda said=reason: said)}
+
+    def registered(self, op: str) -> bool:
+        mine = (self.provider, self.device)
+        return any((one.provider, one.device) == mine for one in shim.get(op).implementations)
+
+    def register(self, op: str) -> None:
+        fields = dict(self.ops[op])
+        function = fields.pop("function") or shim.get(op).reference  # it is never called where nothing is offered
+        shim.implementation(op, provider=self.provider, device=self.device, explicit=True, **fields)(function)
+
+    def _available(self, needs: Callable[[], str]) -> Callable:
+        return cache(lambda: self.missing() or needs() or True)
+
+
+def build(*packages: str) -> str:
+    """Name and version of the first of the packages that is installed, "" without: what a certificate is bound to."""
+    for package in packages:
+        try:
+            return f"{package} {version(package)}"
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+def absent(package: str) -> str:
+    """Why the package cannot be imported, or ""."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # noqa: BLE001 - libraries of kernels fail in many ways where there is no GPU
+        return f"{package} does not import: {type(error).__name__}: {error}"
+    return ""
+
+
+def no_gpu() -> str:
+    return "" if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def any_of(*refusals: tuple[bool, str]) -> bool | str:
+    """What a `supports` answers: the words of the first condition that holds, else True."""
+    return next((words for refused, words in refusals if refused), True)
+
+
+def is_usual(scale: float | None, size: int) -> bool:
+    """Whether the scale is the one that kernels without such a parameter have built in."""
+    return scale is None or abs(scale * size**0.5 - 1) < 1e-12

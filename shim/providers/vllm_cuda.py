@@ -1,0 +1,294 @@
+"""Provider `vllm` on GPUs: vLLM's CUDA and Triton kernels and its FlashAttention, called as vLLM (0.24) calls them.
+
+Where vLLM's convention leaves something open that the contract fixes (the rows of padding, what no block reaches), the
+adapter does not fill it in: outputs are allocated empty, as vLLM allocates them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from shim.providers.adapters import Adapters, absent, any_of, build, no_gpu
+
+BUILD = build("vllm")
+HALVES = (torch.float16, torch.bfloat16)
+# tiles as vLLM has them where nothing is tuned
+TILES = {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 3}
+
+
+def _missing() -> str:
+    reason = no_gpu() or absent("vllm")
+    if reason:
+        return reason
+    import vllm._custom_ops  # noqa: F401 - loads the kernels
+    from vllm.platforms import current_platform
+
+    return "" if current_platform.is_cuda() else "this build of vLLM has no CUDA kernels"
+
+
+adapters = Adapters("vllm", "cuda", _missing)
+adapters.lacks(matmul_fp16="vLLM's unquantized linear layers are torch's own")
+
+
+def _kernel(library: str, name: str):
+    """needs: the kernel is in this build."""
+    return lambda: "" if hasattr(getattr(torch.ops, library), name) else f"this build of vLLM has no {name}"
+
+
+# ---- router and experts ---------------------------------------------------------------------------------------------
+
+
+@adapters("topk_softmax", needs=_kernel("_moe_C", "topk_softmax"))
+def topk_softmax(gating_output, topk, renormalize=True, correction_bias=None):
+    from vllm import _custom_ops as ops
+
+    shape = (len(gating_output), topk)
+    weights = gating_output.new_empty(shape, dtype=torch.float32)
+    ids, rows = (gating_output.new_empty(shape, dtype=torch.int32) for _ in range(2))
+    ops.topk_softmax(weights, ids, rows, gating_output.contiguous(), renormalize, correction_bias)
+    return weights, ids
+
+
+@adapters("moe_align_block_size", needs=_kernel("_moe_C", "moe_align_block_size"))
+def moe_align_block_size(topk_ids, block_size, num_experts, expert_map=None):
+    from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size as align
+
+    return align(
+        topk_ids.contiguous(), block_size, num_experts, expert_map, pad_sorted_ids=True, ignore_invalid_experts=True
+    )
+
+
+def _supports_grouped(
+    x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None
+):
+    tile = block_size >= 16 and not block_size & (block_size - 1)
+    return any_of((not tile, "vLLM's Triton kernel takes block sizes that are powers of two, from 16 on"))
+
+
+@adapters("grouped_gemm", supports=_supports_grouped)
+def grouped_gemm(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None):
+    from vllm.model_executor.layers.fused_moe.fused_moe import invoke_fused_moe_triton_kernel
+    from vllm.triton_utils import tl
+
+    kinds = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    y = x.new_empty(len(x), top_k, w.shape[1])
+    invoke_fused_moe_triton_kernel(
+        x,
+        w,
+        y,
+        None,
+        None,
+        None if slot_weights is None else slot_weights.view(len(x), top_k),
+        sorted_token_ids,
+        expert_ids,
+        num_tokens_post_padded,
+        slot_weights is not None,
+        top_k,
+        {"BLOCK_SIZE_M": block_size, **TILES},
+        compute_type=kinds[x.dtype],
+        use_fp8_w8a8=False,
+        use_int8_w8a8=False,
+        use_int8_w8a16=False,
+        use_int4_w4a16=False,
+        per_channel_quant=False,
+    )
+    return y.flatten(0, 1)
+
+
+def _supports_sum(y, topk_ids=None):
+    return any_of((topk_ids is not None, "vLLM's moe_sum takes no ids: every slot counts"))
+
+
+@adapters("moe_sum", supports=_supports_sum, needs=_kernel("_moe_C", "moe_sum"))
+def moe_sum(y, topk_ids=None):
+    from vllm import _custom_ops as ops
+
+    out = y.new_empty(y.shape[0], y.shape[2])
+    ops.moe_sum(y.contiguous(), out)
+    return out
+
+
+def _supports_moe(
+    x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
+):
+    several = apply_router_weight_on_input and topk_ids.shape[1] != 1
+    return any_of((several, "vLLM applies router weights on the input where k is 1 only"))
+
+
+@adapters("fused_moe", supports=_supports_moe)
+def fused_moe(
+    x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
+):
+    """Format A is merged into format B, a copy."""
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    return fused_experts(
+        x.contiguous(),
+        w1 if w3 is None else torch.cat([w1, w3], dim=1),
+        w2,
+        topk_weights,
+        topk_ids,
+        apply_router_weight_on_input=apply_router_weight_on_input,
+        global_num_experts=len(w1) if expert_map is None else len(expert_map),
+        expert_map=expert_map,
+    )
+
+
+# ---- gated delta net ------------------------------------------------------------------------------------------------
+
+
+@adapters("gdn_gating")
+def gdn_gating(a, b, A_log, dt_bias):
+    """beta comes back in the activations' dtype."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import fused_gdn_gating
+
+    g, beta = fused_gdn_gating(A_log, a.contiguous(), b.contiguous(), dt_bias)
+    return g[0], beta[0].float()
+
+
+def _supports_prefill(
+    q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True
+):
+    return any_of((q.dtype not in HALVES, "vLLM's chunk_gated_delta_rule does not support float32"))
+
+
+@adapters("gdn_prefill", supports=_supports_prefill)
+def gdn_prefill(
+    q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True
+):
+    """States are gathered and put back, as vLLM does around the kernel."""
+    from vllm.model_executor.layers.fla.ops import chunk_gated_delta_rule
+
+    slots = state_indices.long()
+    start = state[slots]
+    start[~has_initial_state] = 0
+    packed = (x[None].contiguous() for x in (q, k, v, g, beta))
+    o, final = chunk_gated_delta_rule(
+        *packed,
+        scale=scale,
+        initial_state=start,
+        output_final_state=True,
+        cu_seqlens=cu_seqlens,
+        use_qk_l2norm_in_kernel=l2norm,
+    )
+    state[slots] = final.to(state.dtype)
+    return o[0]
+
+
+def _supports_decode(
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1
+):
+    inner = state[:1].is_contiguous() if len(state) else True
+    return any_of(
+        (not inner, "vLLM's kernel takes pools whose states are contiguous"),
+        (scale is not None and scale <= 0, "vLLM's kernel takes positive scales"),
+    )
+
+
+@adapters("gdn_decode", supports=_supports_decode)
+def gdn_decode(
+    q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1
+):
+    """Padding is slot 0 there (the null block), which it never serves."""
+    from vllm.model_executor.layers.fla.ops import fused_sigmoid_gating_delta_rule_update
+
+    o, _ = fused_sigmoid_gating_delta_rule_update(
+        A_log=A_log,
+        a=a,
+        b=b,
+        dt_bias=dt_bias,
+        q=q[None],
+        k=k[None],
+        v=v[None],
+        scale=scale,
+        initial_state=state,
+        inplace_final_state=True,
+        cu_seqlens=torch.arange(len(q) + 1, device=q.device, dtype=torch.int32),
+        ssm_state_indices=state_indices.masked_fill(state_indices == null_index, 0),
+        use_qk_l2norm_in_kernel=l2norm,
+    )
+    return o[0]
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _one(device: torch.device) -> Tensor:
+    return torch.ones((), device=device)
+
+
+@adapters("reshape_and_cache", needs=_kernel("_C_cache_ops", "reshape_and_cache_flash"))
+def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping):
+    from vllm import _custom_ops as ops
+
+    one = _one(key.device)
+    ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
+
+
+def _needs_flash() -> str:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
+
+    return "" if get_flash_attn_version() else "this build of vLLM has no FlashAttention for this GPU"
+
+
+def _flash_takes(q: Tensor, key_cache: Tensor) -> bool | str:
+    return any_of(
+        (q.dtype not in HALVES, "FlashAttention takes float16 and bfloat16"),
+        (key_cache.shape[1] % 16 != 0, "vLLM's FlashAttention takes block sizes that are multiples of 16"),
+        (q.shape[2] % 8 != 0, "vLLM's FlashAttention takes head sizes that are multiples of 8"),
+    )
+
+
+def _supports_paged_decode(
+    q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    return _flash_takes(q, key_cache)
+
+
+def _supports_paged_prefill(
+    q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    return _flash_takes(q, key_cache)
+
+
+def _flash(q, caches, block_tables, bounds, longest, seq_lens, scale, softcap, window, alibi_slopes) -> Tensor:
+    """The longest context is taken from the width of the block table, so that nothing is read from the GPU."""
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+
+    return flash_attn_varlen_func(
+        q,
+        *caches,
+        max_seqlen_q=longest,
+        cu_seqlens_q=bounds,
+        max_seqlen_k=block_tables.shape[1] * caches[0].shape[1],
+        seqused_k=seq_lens,
+        softmax_scale=scale,
+        causal=True,
+        window_size=[window - 1, 0] if window else [-1, -1],
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        block_table=block_tables,
+        out=torch.empty_like(q, memory_format=torch.contiguous_format),
+        fa_version=get_flash_attn_version(requires_alibi=alibi_slopes is not None, head_size=q.shape[2]),
+    )
+
+
+@adapters("paged_prefill", supports=_supports_paged_prefill, needs=_needs_flash)
+def paged_prefill(
+    q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    features = (scale, softcap, window, alibi_slopes)
+    return _flash(q, (key_cache, value_cache), block_tables, cu_seqlens_q, len(q), seq_lens, *features)
+
+
+@adapters("paged_attention_v2", supports=_supports_paged_decode, needs=_needs_flash)
+def paged_attention_v2(
+    q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    bounds = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
+    features = (scale, softcap, window, alibi_slopes)
+    return _flash(q, (key_cache, value_cache), block_tables, bounds, 1, seq_lens, *features)
