@@ -11,7 +11,7 @@ from torch import Tensor
 from conformance.case import Case
 from conformance.compare import Finding
 from conformance.memory import Watch
-from conformance.properties.roles import Roles, floats
+from conformance.properties.roles import Roles
 from conformance.properties.trial import Trial, case
 from conformance.run import Ended
 
@@ -19,28 +19,39 @@ FAR = 2**31  # elements from the first row to the last
 
 
 def cases(roles: Roles) -> list[Case]:
-    def each(kind, by, layout):
+    def each(kind, layout, label, level="quick"):
         def check(trial):
-            return tried(trial, layout)
+            return large_offsets(trial) if layout is far_apart else one_by_one_and_all(trial, layout)
 
-        return [case(roles, kind, check, roles.sizes[0], dtype, {"by": by}) for dtype in roles.dtypes]
+        return [case(roles, kind, check, roles.sizes[0], dtype, label, level=level) for dtype in roles.dtypes]
 
     return [
-        *(one for layout in (rows, elements, transposed) for one in each("strided", layout.__name__, layout)),
-        *(one for n in (1, 3) for one in each("misaligned", n, lambda tensor, n=n: shifted(tensor, n))),
-        *(case(roles, "large_offsets", large_offsets, roles.sizes[0], dtype, level="exhaustive") for dtype in roles.dtypes),
+        *(one for layout in (rows, elements, transposed) for one in each("strided", layout, {"by": layout.__name__})),
+        *(one for by in (1, 3) for one in each("misaligned", lambda tensor, by=by: shifted(tensor, by), {"by": by})),
+        *each("large_offsets", far_apart, {"far": "rows"}, level="exhaustive"),
     ]
 
 
-def tried(trial: Trial, layout: Callable[[Tensor], Tensor | None]) -> list[Finding]:
-    """Every tensor in that layout, one at a time and then all: right or refused. Skipped where all are refused."""
+def one_by_one_and_all(trial: Trial, layout: Callable[[Tensor], Tensor | None]) -> list[Finding]:
+    """Each tensor in that layout, and then all of them."""
     names = [name for name, value in trial.fresh().items() if isinstance(value, Tensor) and layout(value) is not None]
+    return tried(trial, layout, [[name] for name in names] + [names] * (len(names) > 1))
+
+
+def large_offsets(trial: Trial) -> list[Finding]:
+    """The rows of each tensor in turn so far apart that the last begins beyond 2^31 elements."""
+    names = [name for name, value in trial.fresh().items() if isinstance(value, Tensor) and rows_apart(value)]
+    return tried(trial, far_apart, [[name] for name in names], watched=False)
+
+
+def tried(trial: Trial, layout: Callable, choices: list[list[str]], watched: bool = True) -> list[Finding]:
+    """The arguments chosen in that layout: right or refused. Skipped where all are refused."""
     findings, refusals = [], []
-    for chosen in [[name] for name in names] + [names] * (len(names) > 1):
+    for chosen in choices:
         arguments = trial.fresh()
         arguments |= {name: layout(arguments[name]) for name in chosen}
         text = f"layout of {', '.join(chosen)}"
-        watch = Watch(arguments, trial.target.op.mutates)
+        watch = Watch(arguments if watched else {}, trial.target.op.mutates)
         try:
             results = trial.call(arguments)
         except Ended as end:
@@ -48,11 +59,12 @@ def tried(trial: Trial, layout: Callable[[Tensor], Tensor | None]) -> list[Findi
                 raise Ended("fail", end.reason, f"{text}: {end.message}") from end
             refusals.append(f"{text}: {end.message}")
             continue
-        findings += [*watch.findings(None), *trial.judged(results, text=text)]
-        if any(finding.kind for finding in findings):
-            return [finding for finding in findings if finding.kind]
+        found = [*watch.findings(None), *trial.judged(results, text=text)]
+        if any(finding.kind for finding in found):
+            return [finding for finding in found if finding.kind]
+        findings += found
     if refusals and not findings:
-        raise Ended("skip", "refused", "; ".join(dict.fromkeys(refusals)))
+        raise Ended("skip", "refused", "; ".join(refusals))
     return findings + [Finding("refused", text=words) for words in refusals]
 
 
@@ -88,27 +100,13 @@ def garbage(like: Tensor, shape) -> Tensor:
 # ---- more than 2^31 elements -----------------------------------------------------------------------------------------
 
 
-def large_offsets(trial: Trial) -> list[Finding]:
-    """The rows of a tensor so far apart that the last begins beyond 2^31 elements; one tensor at a time."""
-    findings: list[Finding] = []
-    for name in floats(trial.fresh()):
-        arguments = trial.fresh()
-        if not rows_apart(arguments[name]):
-            continue
-        need_memory(trial.target.device, (FAR + arguments[name].numel()) * arguments[name].element_size())
-        arguments[name] = far_apart(arguments[name])
-        findings += trial.judged(trial.call(arguments), text=f"rows of {name} far apart")
-    if not findings:
-        raise Ended("skip", "not_applicable", "no floating-point argument has rows")
-    return findings
-
-
 def rows_apart(tensor: Tensor) -> bool:
     return tensor.dim() > 1 and len(tensor) > 1
 
 
 def far_apart(tensor: Tensor) -> Tensor:
-    """On a CPU only the pages that rows lie in become memory."""
+    """In fresh memory, of which a CPU only provides the pages that rows lie in."""
+    need_memory(tensor.device.type, (FAR + tensor.numel()) * tensor.element_size())
     stride = -(-FAR // (len(tensor) - 1))
     buffer = torch.empty(stride * (len(tensor) - 1) + tensor[:1].numel(), dtype=tensor.dtype, device=tensor.device)
     inner = torch.empty(tensor.shape[1:], device="meta").stride()
