@@ -186,9 +186,11 @@ class Chain:
         return one
 
     def _left_out(self, provider: str, explicit: bool) -> str:
+        if explicit and provider != self.choice:
+            return table.UNASKED
         if not self._allows(provider):
             return f"{self.choice} was chosen" if self.choice else f"policy {self.policy.mode}"
-        return "serves only by explicit choice" if explicit and provider != self.choice else ""
+        return ""
 
     @property
     def lacks_native(self) -> bool:

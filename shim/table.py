@@ -12,14 +12,18 @@ if TYPE_CHECKING:
     from shim.dispatch import Chain
 
 
+UNASKED = "serves only by explicit choice"  # the reason of a candidate that nobody chose: people are not told of it
+
+
 def text(chains: Sequence[Chain]) -> str:
     """A headline per op and a line per candidate, then the search paths of libraries and certificates."""
-    rows = [(one.label, one.state) for chain in chains for one in chain.candidates]
+    told = {chain: [one for one in chain.candidates if one.reason != UNASKED] for chain in chains}
+    rows = [(one.label, one.state) for candidates in told.values() for one in candidates]
     label, state = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = []
     for chain in chains:
         lines.append(f"{chain.op.name}   {chain.device}")
-        for one in chain.candidates:
+        for one in told[chain]:
             lines.append(f"  {one.label:{label}}  {one.state:{state}}  {one.told}".rstrip())
     places = {library.spec.filename: library.findings() for library in _libraries(chains)}
     for device in dict.fromkeys(chain.device for chain in chains):

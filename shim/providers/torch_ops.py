@@ -76,7 +76,7 @@ def moe_sum(y, topk_ids=None):
 def _supports_moe(
     x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
 ):
-    return _grouped_mm_takes(x, w1, w2)
+    return _grouped_mm_takes(x, w1, w2, *([] if w3 is None else [w3]))
 
 
 @adapters("fused_moe", supports=_supports_moe)

@@ -1,0 +1,185 @@
+"""Others' kernels as providers: known by name, lazy, only by explicit choice, with a reason for whatever they refuse."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ops_native  # noqa: F401
+import ops_reference  # noqa: F401
+import shim
+from conformance.case import table
+from conformance.conform import ROOT
+from conformance.run import Target, results_of, run
+from shim import plugins, providers
+from shim.dispatch import Chain
+from shim.op import temporary
+from shim.policy import Policy
+from shim.providers.adapters import Adapters, absent
+
+NAMES = {"torch", "vllm", "fla", "flashinfer"}
+BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
+ATTENTION = {"HQ": 4, "HK": 2, "D": 64, "BS": 32}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    plugins.load_entry_points()
+
+
+def case(op, sizes, dtype):
+    return table(op, "sizes", [sizes], [dtype])[0]
+
+
+def test_every_op_knows_them():
+    for op in map(shim.get, shim.names()):
+        if op.library.ns == "opshim" and op.reference.__module__.startswith("ops_reference"):
+            assert set(op.providers()) >= NAMES, op.name
+
+
+def test_registering_them_imports_none_of_the_libraries():
+    code = (
+        "import sys, ops_reference; from shim import plugins; plugins.load_entry_points();"
+        "print([name for name in ('vllm', 'fla', 'flashinfer', 'triton') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_a_test_forgets_is_registered_again():
+    op = shim.get("moe_sum")
+    kept = list(op.implementations)
+    try:
+        op.implementations[:] = [one for one in kept if one.provider not in NAMES]
+        with temporary():
+            plugins.load_entry_points()
+            assert set(op.providers()) >= NAMES
+        assert not NAMES & set(op.providers())
+        plugins.load_entry_points()
+        assert set(op.providers()) >= NAMES
+    finally:
+        op.implementations[:] = kept
+        op.chains.clear()
+
+
+def test_they_serve_only_by_choice():
+    op = shim.get("moe_sum")
+    assert Chain(op, "cpu", Policy("auto")).selected.provider not in NAMES
+    assert Chain(op, "cpu", Policy("strict", {"moe_sum": "torch"})).selected.provider == "torch"
+
+
+def test_what_a_library_has_not_is_not_offered_and_says_why():
+    result = run(case("gdn_decode", {}, F32), Target.find("gdn_decode", "torch", "cpu"))
+    assert (result.status, result.reason) == ("skip", "not_offered")
+    assert "torch has no gated delta rule" in result.message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("provider", sorted(NAMES - {"torch"}))
+def test_without_a_gpu_their_gpu_kernels_say_so(provider):
+    assert "torch sees no GPU" in Target.find("gdn_prefill", provider, "cuda").missing
+
+
+def test_a_package_that_is_not_there_or_does_not_import_is_the_reason(tmp_path, monkeypatch):
+    assert absent("no_such_package") == "no_such_package is not installed"
+    (tmp_path / "opshim_test_broken.py").write_text("raise OSError('libcuda.so.1 not found')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert absent("opshim_test_broken") == "opshim_test_broken does not import: OSError: libcuda.so.1 not found"
+
+
+def test_what_one_op_needs_is_asked_after_what_all_need():
+    adapters = Adapters("mine", None, lambda: "")
+    adapters("moe_sum", needs=lambda: "this build has no moe_sum")(lambda y, topk_ids=None: y)
+    assert adapters.ops["moe_sum"]["available"]() == "this build has no moe_sum"
+    adapters = Adapters("mine", None, lambda: "mine is not installed")
+    adapters.lacks(moe_sum="it has none")
+    assert adapters.ops["moe_sum"]["available"]() == "mine is not installed"
+
+
+@pytest.mark.parametrize("name", providers.MODULES)
+def test_each_says_what_every_op_has_or_lacks(name):
+    module = importlib.import_module(f"shim.providers.{name}")
+    references = [op for op in shim.names() if shim.get(op).reference.__module__.startswith("ops_reference")]
+    assert sorted(module.adapters.ops) == sorted(references)
+    assert isinstance(module.BUILD, str)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "dtype"),
+    [
+        ("topk_softmax", {"T": 5, "E": 60, "topk": 4}, F32),
+        ("gdn_gating", {"T": 5, "HV": 3}, BF16),
+        ("grouped_gemm", {"T": 5, "E": 4, "weighted": True}, BF16),
+        ("moe_sum", {"T": 5, "topk": 3, "with_ids": True}, F16),
+        ("fused_moe", {"T": 5, "E": 4, "merged": False}, BF16),
+        ("reshape_and_cache", {"T": 9, "D": 32}, F16),
+        ("paged_attention_v2", ATTENTION | {"alibi": True}, F32),
+        ("paged_prefill", ATTENTION | {"window": 5}, F32),
+        ("matmul_fp16", {"M": 5, "bias": True}, F16),
+    ],
+)
+def test_torch_passes(op, sizes, dtype):
+    result = run(case(op, sizes, dtype), Target.find(op, "torch", "cpu"))
+    assert result.status == "pass", result.message
+
+
+def test_torch_refuses_a_soft_cap():
+    one = case("paged_prefill", ATTENTION | {"softcap": 5.0}, F32)
+    result = run(one, Target.find("paged_prefill", "torch", "cpu"))
+    assert (result.reason, result.message) == ("refused", "scaled_dot_product_attention has no soft cap")
+
+
+vllm_on_cpu = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None or torch.cuda.is_available(), reason="vLLM for CPUs is not installed"
+)
+
+
+@vllm_on_cpu
+@pytest.mark.parametrize(
+    ("op", "sizes", "dtype"),
+    [
+        ("topk_softmax", {"T": 5, "E": 60, "topk": 4}, F32),
+        ("topk_softmax", {"T": 5, "E": 60, "topk": 4, "bias": True}, F32),
+        ("fused_moe", {"T": 5, "E": 4}, BF16),
+        ("fused_moe", {"T": 5, "E": 4, "merged": False}, F32),
+        ("paged_attention_v2", ATTENTION | {"window": 7, "softcap": 5.0}, F32),
+        ("paged_prefill", ATTENTION | {"alibi": True}, BF16),
+        ("matmul_fp16", {"M": 5, "bias": True}, F16),
+    ],
+)
+def test_vllm_passes_on_cpus(op, sizes, dtype):
+    result = run(case(op, sizes, dtype), Target.find(op, "vllm", "cpu"))
+    assert result.status == "pass", result.message
+
+
+@vllm_on_cpu
+@pytest.mark.parametrize(
+    ("op", "sizes"), [("gdn_prefill", {"lengths": (5, 70), "K": 64, "V": 64}), ("gdn_decode", {}), ("gdn_gating", {})]
+)
+def test_vllm_on_cpus_computes_the_same_formula_as_the_gated_delta_net(op, sizes):
+    """In bfloat16 throughout, gates included: outside the budget, but no other formula."""
+    one, target = case(op, sizes, BF16), Target.find(op, "vllm", "cpu")
+    given, wanted = (one.arguments("cpu", 0) for _ in range(2))
+    results = (
+        results_of(target.op, function(**arguments), arguments)
+        for function, arguments in ((target.function, given), (target.op.reference, wanted))
+    )
+    torch.testing.assert_close(*results, rtol=0.05, atol=0.05)
+
+
+@vllm_on_cpu
+def test_vllm_refuses_what_it_documents_as_unsupported():
+    one = case("paged_prefill", ATTENTION | {"BS": 24}, BF16)
+    result = run(one, Target.find("paged_prefill", "vllm", "cpu"))
+    assert result.message == "vLLM's CPU attention takes block sizes that are multiples of 32"
+    assert "for GPUs only" in Target.find("moe_sum", "vllm", "cpu").missing
+
+
+@vllm_on_cpu
+def test_vllm_raises_where_its_kernel_would_write_through_a_negative_index():
+    arguments = case("fused_moe", {"T": 5, "E": 4}, BF16).arguments("cpu", 0)
+    arguments["topk_ids"][2, 0] = -1
+    with pytest.raises(ValueError, match="no negative id"):
+        Target.find("fused_moe", "vllm", "cpu").function(**arguments)
