@@ -64,15 +64,15 @@ def tried(trial: Trial, layout: Callable, choices: list[list[str]], watched: boo
             return [finding for finding in found if finding.kind]
         findings += found
     if refusals and not findings:
-        raise Ended("skip", "refused", "; ".join(refusals))
+        raise Ended("skip", "refused", refusals[0])
     return findings + [Finding("refused", text=words) for words in refusals]
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """Rows (a vector's elements) apart, garbage between them."""
+def rows(tensor: Tensor) -> Tensor | None:
+    """Rows apart, garbage between them."""
     if tensor.dim() < 2:
-        return elements(tensor)
-    inner = tensor[:1].numel() if len(tensor) else 0
+        return None
+    inner = tensor[:1].numel()
     wide = garbage(tensor, (len(tensor), inner + 24))
     return wide[:, 8 : 8 + inner].unflatten(1, tensor.shape[1:]).copy_(tensor)
 
