@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,15 +17,22 @@ import torch
 
 import shim
 from conformance import report as reports
+from conformance import workers
 from conformance.case import LEVELS
 from conformance.report.text import text
-from conformance.run import Result
+from conformance.run import Result, Target, poisoned_memory, told
+from conformance.search import replay
 from conformance.selection import DEVICES, Selection
+from shim.dispatch import is_sticky
+from shim.loading import user_cache
 
 SELECTION = pytest.StashKey[Selection]()
 RESULT = pytest.StashKey[dict]()  # of a test item: its result
 COLLECTOR = pytest.StashKey["Collector"]()
 REPORTS = pytest.StashKey[list]()
+WORDS = pytest.StashKey[Path]()  # of the controller: the folder of its workers' last words
+LAST_WORDS = pytest.StashKey[workers.LastWords]()  # of a worker: its own
+LOST = pytest.StashKey[bool]()  # of a process: what happened in it may harm the cases after
 
 
 def pytest_addoption(parser):
@@ -35,10 +44,15 @@ def pytest_addoption(parser):
     group.addoption("--level", default="quick", help=f"{', '.join(LEVELS)} (default: quick)")
     group.addoption("--seed", type=int, default=0, help="base of every case's own seed (default: 0)")
     group.addoption("--report-dir", default=None, help="write a JSON report per op and provider into this folder")
+    group.addoption("--replay-dir", default=None, help="keep failures here (default: replay in the report's folder)")
+    group.addoption("--case-timeout", type=float, default=None, help="seconds for one case (default: by level)")
 
 
 def pytest_configure(config):
     option = config.option
+    given = getattr(config, "workerinput", {})
+    if "opshim_gpu" in given:  # before anything asks CUDA
+        os.environ["CUDA_VISIBLE_DEVICES"] = given["opshim_gpu"]
     try:
         config.stash[SELECTION] = Selection.make(
             ops=[name for names in option.op for name in names.split(",") if name],
@@ -52,29 +66,90 @@ def pytest_configure(config):
         raise pytest.UsageError(str(error)) from error
     config.stash[COLLECTOR] = Collector()
     config.pluginmanager.register(config.stash[COLLECTOR])
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, _cores() // workers))
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(workers.threads(workers.cores(), count))
+    folder = option.replay_dir or Path(option.report_dir or user_cache()) / "replay"
+    files = [str(Path(file).resolve()) for file in option.provider_file]
+    replay.run = replay.Run(Path(folder).absolute(), option.seed, files)
+    config.stash[LOST] = False
+    if getattr(option, "maxworkerrestart", "") is None:
+        option.maxworkerrestart = "200"  # a provider may well kill its process in every case
+
+
+# ---- workers: how many, on which GPU, and what becomes of those that die ---------------------------------------------
 
 
 def pytest_xdist_auto_num_workers(config):
-    return _cores()
+    on_gpus = config.option.device != "cpu"  # the selection is made later
+    return workers.count(workers.cores(), workers.free_memory() if on_gpus else [])
+
+
+def pytest_configure_node(node):
+    """Tells a worker where to leave its last words, and on a machine with GPUs which one is its own."""
+    config = node.config
+    if WORDS not in config.stash:
+        config.stash[WORDS] = Path(tempfile.mkdtemp(prefix="opshim-workers-"))
+    node.workerinput["opshim_words"] = str(config.stash[WORDS])
+    if "cuda" in config.stash[SELECTION].devices:
+        node.workerinput["opshim_gpu"] = workers.gpu_of(node.gateway.id, workers.visible_gpus())
+
+
+def pytest_sessionstart(session):
+    given = getattr(session.config, "workerinput", None)
+    if given:
+        words = workers.LastWords(Path(given["opshim_words"]), given["workerid"])
+        session.config.stash[LAST_WORDS] = words
+        with poisoned_memory():
+            pass  # torch imports a lot at the first use, which would count as the first case's time
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_call(item):
+    """A case ends at its time limit: by an exception, or with its process."""
+    if not _parameters(item):
+        yield
+        return
+    words = item.config.stash.get(LAST_WORDS, None)
+    if words:
+        words.clear()
+    level = item.config.stash[SELECTION].level
+    with workers.time_limit(item.config.option.case_timeout or workers.SECONDS[level], file=words and words.file):
+        yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item):
+    """A process whose device is lost, or that was interrupted anywhere, runs nothing more: xdist replaces it."""
+    yield
+    if item.config.stash[LOST]:
+        if hasattr(item.config, "workerinput"):
+            os._exit(1)  # its reports are with the controller
+        item.session.shouldfail = "this process is lost; with -n auto another would run the rest"
+
+
+def pytest_handlecrashitem(crashitem, report):
+    """The result of a case whose worker died; one that ended its process after reporting has its result already."""
+    config = report.node.config
+    known = [one for one in config.stash[COLLECTOR].reports if one.nodeid == crashitem]
+    if known:
+        report.when, report.outcome = "teardown", "passed"
+        return
+    selection, fate = config.stash[SELECTION], workers.fate(config.stash[WORDS], report.node.gateway.id)
+    report.longrepr = f"{report.longrepr}: {fate[1]}"
+    for device, case in selection.cases():
+        if crashitem.endswith(f"::test_case[{device}-{case.id}]"):
+            result = Result.of(case, selection.provider, device, selection.seed).failed(*fate)
+            report.conformance = asdict(_kept(result, case))
+            report.longrepr = str(result)
 
 
 def pytest_xdist_make_scheduler(config, log):
-    """Tests go to whoever is free, but those of one file of conformance/serving stay together: they share engines.
-    (xdist's own loadgroup does that by marks, but has no effect under this pytest.)"""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
-            return file if file.startswith("conformance/serving/") else nodeid
+    from conformance.scheduling import Scheduling  # needs xdist
 
     return Scheduling(config, log)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
+# ---- cases and their results -----------------------------------------------------------------------------------------
 
 
 def pytest_generate_tests(metafunc):
@@ -94,20 +169,53 @@ def record(request):
     """record(result): puts a conformance result into the run's report, and passes, fails or skips the test by it."""
 
     def take(result):
-        request.node.stash[RESULT] = asdict(result)
+        item = request.node
+        if result.reason == "raised" and is_sticky(Exception(result.message)):
+            result.reason, item.config.stash[LOST] = "poisoned_device", True
+        if result.status == "fail":
+            _kept(result, _parameters(item)["case"])
+        item.stash[RESULT] = asdict(result)
         if result.status == "skip":
             pytest.skip(f"{result.reason}: {result.message}")
         if result.status == "fail":
-            inputs = "".join(f"\n  {name}: {value}" for name, value in result.arguments.items())
-            pytest.fail(f"{result.case} on {result.provider}: {result.reason}: {result.message}{inputs}", pytrace=False)
+            pytest.fail(str(result), pytrace=False)
 
     return take
+
+
+def _parameters(item) -> dict:
+    """Device and case of a test that has them."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    return parameters if {"device", "case"} <= parameters.keys() else {}
+
+
+def _kept(result: Result, case) -> Result:
+    """The failure, with a file to replay it from; a search leaves its own, even when it does not live to report."""
+    target = Target(shim.get(case.op), result.provider, result.device)
+    own = replay.place(case, target)
+    if not result.replay and case.kind == "search" and own.exists():
+        result.replay = str(own)
+    result.replay = result.replay or replay.keep(case, target, result=result)
+    return result
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     outcome = yield
+    parameters, error = _parameters(item), call.excinfo and call.excinfo.value
+    if error and parameters and RESULT not in item.stash and outcome.get_result().failed:
+        item.stash[RESULT] = asdict(_broken_off(item, error, **parameters))
     outcome.get_result().conformance = item.stash.get(RESULT, None)
+
+
+def _broken_off(item, error: BaseException, device: str, case) -> Result:
+    """The result of a case that ended without: at its time limit, with its device, or by an error of its own."""
+    selection = item.config.stash[SELECTION]
+    reason = "timeout" if isinstance(error, workers.TimeLimit) else "broken_case"
+    reason = "poisoned_device" if is_sticky(error) else reason
+    item.config.stash[LOST] = reason != "broken_case"
+    result = Result.of(case, selection.provider, device, selection.seed)
+    return _kept(result.failed(reason, told(error)), case)
 
 
 class Collector:
@@ -122,24 +230,9 @@ class Collector:
 
 
 def _results(config) -> list[dict]:
-    """The results that travelled with the tests' reports, and one made up for each case that ended without."""
+    """The results that travelled with the tests' reports, one per test."""
     collected = config.stash[COLLECTOR].reports
-    results = {r.nodeid: r.conformance for r in collected if getattr(r, "conformance", None)}
-    lost = [report for report in collected if report.failed and report.nodeid not in results]
-    lost = {report.nodeid.partition("[")[2]: report for report in lost if "test_cases.py::test_case[" in report.nodeid}
-    selection = config.stash[SELECTION]
-    for device, case in selection.cases() if lost else ():
-        report = lost.get(f"{device}-{case.id}]")
-        if report:
-            result = Result.of(case, selection.provider, device, selection.seed)
-            results[report.nodeid] = asdict(result.failed(*_fate(report)))
-    return list(results.values())
-
-
-def _fate(report) -> tuple[str, str]:
-    words = str(report.longrepr).strip().splitlines() or ["no message"]
-    crashed = report.when == "???"  # xdist's mark on a test whose worker died
-    return ("crashed", words[-1]) if crashed else ("broken_case", words[-1])
+    return list({r.nodeid: r.conformance for r in collected if getattr(r, "conformance", None)}.values())
 
 
 @pytest.hookimpl(trylast=True)
@@ -147,6 +240,8 @@ def pytest_sessionfinish(session):
     config = session.config
     if hasattr(config, "workerinput"):
         return
+    if WORDS in config.stash:
+        shutil.rmtree(config.stash[WORDS], ignore_errors=True)
     selection, results = config.stash[SELECTION], _results(config)
     config.stash[REPORTS] = reports.build(results, selection.level, selection.seed) if results else []
     if results and all(result["status"] == "skip" for result in results):

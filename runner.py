@@ -155,6 +155,28 @@ def conform(ops, certificates, **options):
 
 
 @main.command()
+@click.argument("file", metavar="FILE")
+@click.option("--provider", help="Whose implementation to try (default: the one that failed).")
+@FILES
+@click.option("--device", help="cpu or cuda (default: where it failed).")
+def replay(file, **options):
+    """Run a stored failure again, on its own provider and device or on others, and print the verdict.
+
+    FILE is written for every failure that `conform` finds; it holds the case, or the smallest input of a search.
+
+    \b
+    Exit code: 0 it passes, 1 it fails or is refused, 2 wrong usage.
+
+    \b
+    Example:  python runner.py replay reports/replay/moe_sum-search-examples20-f32.native.cpu.json
+              python runner.py replay FILE --provider mylib --provider-file mylib.py --device cuda
+    """
+    from conformance.search.replay import replay
+
+    sys.exit(replay(file, **options))
+
+
+@main.command()
 @click.argument("folders", nargs=-1, metavar="DIR")
 @click.option("--compare", is_flag=True, help="Compare two folders: DIR is OLD, then NEW.")
 def report(folders, compare):

@@ -12,6 +12,7 @@ import shim
 from conformance import certificates, report
 from conformance.report.text import text
 from conformance.selection import Selection
+from shim.loading import user_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 PASS, FAIL, USAGE = 0, 1, 2
@@ -42,6 +43,7 @@ def conform(
         return USAGE
     with tempfile.TemporaryDirectory(prefix="opshim-conform-") as folder:
         options = {"provider": provider, "device": device, "level": level, "seed": seed, "report-dir": folder}
+        options["replay-dir"] = Path(report_dir or user_cache()).resolve() / "replay"
         given = [f"--{name}={value}" for name, value in options.items()]
         given += [f"--op={op}" for op in selection.ops] + [f"--provider-file={file}" for file in files]
         pytest = [sys.executable, "-m", "pytest", "conformance/test_cases.py", "-n", "auto", *given]

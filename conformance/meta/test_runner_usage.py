@@ -48,7 +48,7 @@ def refused(result, *words):
         assert word in result.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "ops", "build", "bench", "conform", "report"])
+@pytest.mark.parametrize("command", ["serve", "ops", "build", "bench", "conform", "replay", "report"])
 def test_every_command_has_help_with_an_example(run, command):
     result = run(command, "--help")
     assert result.exit_code == 0

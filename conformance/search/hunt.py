@@ -19,7 +19,7 @@ from conformance.search.plans import PLANS
 from conformance.search.problem import Problem
 from shim.dispatch import is_sticky
 
-EXAMPLES = {"quick": 20, "standard": 100, "exhaustive": 500}
+EXAMPLES = {"quick": 20, "standard": 60, "exhaustive": 200}
 SHRINKING = 15.0  # seconds
 
 

@@ -1,0 +1,78 @@
+"""A stored failure runs again, on its own provider or another; a file that cannot be replayed is told why."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+import runner
+import shim
+from conformance import SUITE
+from conformance.cases import all_cases
+from conformance.run import Target
+from conformance.search import Problem, replay
+
+PROVIDER = """
+import shim
+import ops_reference
+
+@shim.implementation("moe_sum", provider="half_more")
+def moe_sum(y, topk_ids=None):
+    return 1.5 * shim.get("moe_sum").reference(y, topk_ids)
+"""
+
+
+@pytest.fixture
+def kept(scratch, monkeypatch):
+    """kept(problem=None): the path of a replay file of a failing provider, which has a file of its own."""
+    (scratch / "mine.py").write_text(PROVIDER)
+    monkeypatch.setattr(replay, "run", replay.Run(scratch / "replay", 3, [str(scratch / "mine.py")]))
+    case = next(case for case in all_cases() if case.op == "moe_sum" and case.kind == "odd_n")
+    return lambda problem=None: replay.keep(case, Target(shim.get("moe_sum"), "half_more", "cpu"), problem)
+
+
+@pytest.fixture
+def run(scratch):
+    return lambda *arguments: CliRunner().invoke(runner.main, ["replay", *map(str, arguments)])
+
+
+def changed(path, **changes):
+    document = json.loads(replay.Path(path).read_text()) | changes
+    replay.Path(path).write_text(json.dumps(document))
+    return path
+
+
+def refused(result, *words):
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1, result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("problem", [None, Problem("moe_sum", {"T": 2, "topk": 3, "N": 5}, "bf16", 4, {"y": "ties"})])
+def test_a_failure_fails_again_and_passes_on_another_provider(kept, run, problem):
+    file = kept(problem)
+    again, other = run(file), run(file, "--provider", "reference")
+    assert (again.exit_code, other.exit_code) == (1, 0), again.output
+    assert again.stdout.startswith("FAIL  moe_sum-")
+    assert "row_error_budget" in again.stdout or "error_budget" in again.stdout
+    assert other.stdout.startswith("PASS  moe_sum-")
+
+
+def test_what_is_no_replay_file_is_said_so(kept, run, tmp_path):
+    for text in ("{", "[]", "{}", '{"replay": 1}'):
+        (tmp_path / "file.json").write_text(text)
+        refused(run(tmp_path / "file.json"), "file.json is no replay file")
+    refused(run(tmp_path / "none.json"), "none.json cannot be read", "No such file")
+    refused(run(changed(kept(), problem={"op": "moe_sum", "size": 3})), "is no replay file")
+
+
+def test_another_suite_version_is_said_so(kept, run):
+    refused(run(changed(kept(), suite=SUITE + 1)), f"of suite version {SUITE + 1}, this is {SUITE}", "run the suite again")
+    refused(run(changed(kept(), suite=SUITE, replay=99)), "of layout version 99")
+
+
+def test_a_case_a_provider_or_a_device_that_is_not_there_is_named(kept, run):
+    refused(run(changed(kept(), case="moe_sum-gone")), "moe_sum-gone")
+    refused(run(kept(), "--provider", "nobody"), "unknown provider 'nobody'", "native")
+    refused(run(kept(), "--device", "tpu"), "unknown device 'tpu'", "cpu")

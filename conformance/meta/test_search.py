@@ -1,0 +1,131 @@
+"""The search finds what no table lists, makes it small, and says how to run it again."""
+
+import sys
+
+import pytest
+import torch
+
+import shim
+from conformance.run import Target, run
+from conformance.search import hunt, replay
+from conformance.search.hunt import search
+from conformance.search.plans import PLANS
+from conformance.search.problem import LAYOUTS, VALUES, Problem
+
+SUM = shim.get("moe_sum").reference
+
+
+@pytest.fixture(autouse=True)
+def notes(tmp_path, monkeypatch):
+    """The folder in which this test's failures are kept; shrinking takes the time it needs."""
+    monkeypatch.setattr(replay, "run", replay.Run(tmp_path))
+    monkeypatch.setattr(hunt, "SHRINKING", 1e9)
+    return tmp_path
+
+
+def hunted(function, examples=60, op="moe_sum", **more):
+    return run(search(op, examples), Target(shim.get(op), "mine", "cpu", function, **more))
+
+
+def smallest(result):
+    """The problem that a failed search ended with."""
+    assert result.status == "fail"
+    return Problem(**replay.read(replay.Path(result.replay))["problem"])
+
+
+def off_by_one(out, wrong):
+    return out + 1 if wrong else out
+
+
+def test_a_fault_beyond_some_size_ends_at_that_size():
+    result = hunted(lambda y, topk_ids: off_by_one(SUM(y, topk_ids), y.shape[2] > 40 and y.dtype != torch.float32))
+    assert result.reason in ("error_budget", "row_error_budget")
+    sizes = {"T": 1, "topk": 1, "N": 41, "with_ids": False}
+    assert smallest(result) == Problem("moe_sum", sizes, "f16")
+    assert "[1, 1, 41]" in result.arguments["y"]
+
+
+def test_a_fault_of_certain_values_ends_with_only_those():
+    result = hunted(lambda y, topk_ids: SUM(y, topk_ids).nan_to_num())
+    problem = smallest(result)
+    assert result.reason == "non_finite"
+    assert problem.values in ({"y": "one_nan"}, {"y": "one_inf"}, {"y": "minus_inf"})
+    assert (problem.layouts, problem.sizes["N"]) == ({}, 1)
+
+
+def test_a_fault_of_a_layout_ends_with_only_that():
+    def packed(y, topk_ids):
+        return SUM(y.as_strided(y.shape, torch.empty(y.shape, device="meta").stride()), topk_ids)
+
+    problem = smallest(hunted(packed))
+    assert problem.layouts in ({"y": "rows_apart"}, {"y": "elements_apart"}, {"y": "transposed"})
+    assert problem.values == {}
+
+
+def test_the_same_seed_searches_the_same_problems():
+    def problems():
+        tried = []
+        hunted(lambda y, topk_ids: tried.append((*y.shape, y.dtype)) or SUM(y, topk_ids), examples=20)
+        return tried
+
+    assert problems() == problems()
+
+
+def test_the_printed_call_runs_the_failure_again(scratch, capsys):
+    @shim.implementation("moe_sum", provider="mine", device="cpu")
+    def moe_sum(y, topk_ids=None):
+        return off_by_one(SUM(y, topk_ids), len(y) > 2)
+
+    message = hunted(moe_sum).message
+    exec(message[message.index("from conformance") :], {})  # noqa: S102 - it is Python for people to run
+    printed = capsys.readouterr().out
+    assert printed.startswith("FAIL  moe_sum-search-T3_topk1_N1_with_idsFalse-f32 on mine (cpu)")
+    assert "float32 [3, 1, 1]" in printed
+
+
+def test_a_search_that_passes_leaves_no_file_and_says_how_close_it_came(notes):
+    result = hunted(SUM, examples=10)
+    assert (result.status, result.message) == ("pass", "")
+    assert 0 < result.ratio < 1
+    assert "Problem(" in result.findings[0]["text"]
+    assert not list(notes.iterdir())
+
+
+def test_a_call_that_never_returns_has_left_its_problem():
+    class Dead(BaseException):
+        """As the end of the process would."""
+
+    def dies(y, topk_ids):
+        raise Dead
+
+    case, target = search("moe_sum", 10), Target(shim.get("moe_sum"), "mine", "cpu", dies)
+    with pytest.raises(Dead):
+        run(case, target)
+    assert replay.read(replay.place(case, target))["problem"]["op"] == "moe_sum"
+
+
+def test_a_provider_that_refuses_every_problem_is_skipped_in_its_words():
+    result = hunted(SUM, supports=lambda y, topk_ids=None: "not today")
+    assert (result.status, result.reason, result.message) == ("skip", "refused", "not today")
+
+
+def test_without_hypothesis_a_search_is_skipped(monkeypatch):
+    monkeypatch.setitem(sys.modules, "hypothesis", None)
+    result = hunted(SUM)
+    assert (result.status, result.reason) == ("skip", "not_installed")
+    assert "opshim[test]" in result.message
+
+
+def test_every_op_has_a_plan_and_a_plan_names_only_what_there_is():
+    assert PLANS.keys() == set(shim.names())
+    for op, plan in PLANS.items():
+        arguments = shim.get(op).signature.parameters.keys()
+        assert {argument for argument, _ in [*plan.value_pairs, *plan.layout_pairs]} <= arguments
+        assert {value for _, value in plan.value_pairs} <= VALUES.keys()
+        assert {layout for _, layout in plan.layout_pairs} <= LAYOUTS.keys()
+
+
+@pytest.mark.parametrize("op", PLANS)
+def test_the_reference_passes_the_search(op):
+    result = hunted(shim.get(op).reference, examples=4, op=op)
+    assert (result.status, result.message) == ("pass", "")

@@ -1,0 +1,123 @@
+"""Workers: how many and where; and a case that hangs, crashes or loses the device fails alone and is named."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conformance import workers
+
+ROOT = Path(__file__).resolve().parents[2]
+GIB = 2**30
+
+
+def test_on_a_cpu_there_is_a_worker_per_core():
+    assert workers.count(16, []) == 16
+
+
+def test_on_gpus_their_free_memory_and_the_cores_bound_the_workers():
+    assert workers.count(16, [140 * GIB]) == 16
+    assert workers.count(64, [40 * GIB, 20 * GIB]) == 7
+    assert workers.count(64, [GIB, GIB]) == 2  # one each, however little is free
+    assert workers.count(1, [140 * GIB] * 8) == 1
+
+
+def test_workers_are_spread_over_the_visible_gpus():
+    assert [workers.gpu_of(f"gw{n}", ["3", "5"]) for n in range(4)] == ["3", "5", "3", "5"]
+
+
+def test_gpus_keep_the_names_by_which_they_are_visible(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1,GPU-7,-1")
+    assert workers.visible_gpus() == ["GPU-1", "GPU-7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert workers.visible_gpus() == ["0", "1"]
+
+
+def test_the_threads_of_all_workers_together_are_no_more_than_the_cores():
+    assert [workers.threads(16, n) for n in (1, 5, 16, 40)] == [16, 3, 1, 1]
+
+
+def test_python_that_hangs_gets_an_exception_that_nobody_catches_by_accident():
+    def deaf():
+        while True:
+            try:
+                while True:
+                    pass
+            except Exception:  # noqa: BLE001, S110 - as hanging code may do
+                pass
+
+    with pytest.raises(workers.TimeLimit, match=r"0\.05 s"), workers.time_limit(0.05):
+        deaf()
+
+
+PROVIDER = """
+import ctypes
+import os
+
+import shim
+import ops_reference
+
+C = ctypes.CDLL(None)
+LOCK = ctypes.create_string_buffer(64)
+
+@shim.implementation("moe_sum", provider="mine")
+def moe_sum(y, topk_ids=None):
+    tokens, topk, width = y.shape
+    if tokens == 5 and topk == 4:
+        if width == 1:
+            C.pthread_mutex_lock(LOCK), C.pthread_mutex_lock(LOCK)
+        if width == 3:
+            ctypes.memset(1, 0, 8)
+        if width == 7:
+            os._exit(11)
+        if width == 15:
+            while True:
+                pass
+        if width == 17:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return shim.get("moe_sum").reference(y, topk_ids)
+"""
+FATES = {1: "timeout", 3: "crashed", 7: "crashed", 15: "timeout", 17: "poisoned_device", 31: "", 33: "", 257: ""}
+
+
+@pytest.fixture(scope="module")
+def bad_run(tmp_path_factory):
+    """One run on two workers in which five cases end badly: (its results by the width of the case, its output)."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "mine.py").write_text(PROVIDER)
+    given = [f"--provider-file={folder / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={folder}"]
+    few = ["-k", "odd_n and f32", "--case-timeout=4", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", *given, *few]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    report = json.loads((folder / "moe_sum.mine.cpu.json").read_text())
+    return {case["sizes"]["N"]: case for case in report["cases"]}, done.stdout
+
+
+def test_every_culprit_is_named_and_the_rest_are_run(bad_run):
+    cases, output = bad_run
+    assert {width: case["reason"] for width, case in cases.items()} == FATES, output
+    assert {case["status"] for width, case in cases.items() if not FATES[width]} == {"pass"}
+    assert "5 failed, 3 passed" in output
+
+
+def test_a_process_that_died_leaves_its_last_words(bad_run):
+    cases, _ = bad_run
+    assert "time limit" in cases[1]["message"]
+    assert "mine.py" in cases[1]["message"]
+    assert "Segmentation fault" in cases[3]["message"]
+    assert "mine.py" in cases[3]["message"]
+    assert "without a word" in cases[7]["message"]
+    assert "TimeLimit: still running after 4 s" in cases[15]["message"]
+
+
+def test_every_failure_has_a_replay_file(bad_run):
+    cases, _ = bad_run
+    for case in cases.values():
+        assert bool(case["replay"]) == (case["status"] == "fail")
+        if case["replay"]:
+            assert json.loads(Path(case["replay"]).read_text())["case"] == case["case"]

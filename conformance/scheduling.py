@@ -1,0 +1,33 @@
+"""How pytest-xdist spreads the tests: to whoever is free; and what is left of a worker that died, to another."""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadScopeScheduling
+
+
+class Scheduling(LoadScopeScheduling):
+    """Every test is a unit of its own, but those of one file of conformance/serving stay together: they share engines.
+    (xdist's own loadgroup does that by marks, but has no effect under this pytest.)"""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.partition("::")[0]
+        return file if file.startswith("conformance/serving/") else nodeid
+
+    def remove_node(self, node):
+        """The test during which a worker died, if one did; xdist would run it again, and what was done before."""
+        work = self.assigned_work[node] = {
+            scope: unit for scope, unit in self.assigned_work[node].items() if not all(unit.values())
+        }
+        for scope, unit in work.items():
+            culprit = next(nodeid for nodeid, done in unit.items() if not done)
+            unit[culprit] = True
+            if all(unit.values()):
+                del work[scope]
+            super().remove_node(node)
+            return culprit
+        return super().remove_node(node)
+
+    def _reschedule(self, node):
+        """A worker that has just replaced another gets work once it has collected the tests."""
+        if node in self.registered_collections:
+            super()._reschedule(node)
