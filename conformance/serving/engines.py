@@ -16,7 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "opshim-tiny"
 STOCK = "stock"
 # Two engines at a time on two cores: none may pin its threads to one of them.
-COMMON = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+COMMON = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+}
 
 
 def environment(policy: str) -> dict[str, str]:

@@ -188,12 +188,12 @@ def _architecture(config: Mapping) -> str:
 
 
 def served_dtype(config: Mapping, dtype: str) -> str:
-    """The dtype that vLLM serves in: as asked, else the checkpoint's (float16 for a float32 checkpoint)."""
+    """The dtype that vLLM serves in: as asked, else the checkpoint's (bfloat16 for a float32 checkpoint)."""
     if dtype != "auto":
         return DTYPES.get(dtype, dtype)
     text = config.get("text_config") or config
     own = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"
-    return "float16" if own == "float32" else own
+    return "bfloat16" if own == "float32" else own
 
 
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
@@ -212,6 +212,7 @@ def vllm_command(model: Model, options: Options, host: str, port: int, device: s
         defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"
         if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")):
             command += ["--enforce-eager"]
+            defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
     taken = {name: value for name, value in defaults.items() if name not in environment}
     environment |= taken
     plugins = environment.get("VLLM_PLUGINS")
