@@ -9,7 +9,7 @@ arguments with the reference in the same dtype:
     assert_close  one torch.testing.assert_close with its default tolerances, at the example's sizes, in bfloat16
     vllm ir       DEFAULT_TOLERANCES of vllm/ir/tolerances.py, at the counts of tokens of vLLM's own tests of its IR ops
                   (NUM_TOKENS in tests/ir/ir_test_utils.py), in its three dtypes; integers have to be equal
-    gpucheck      its assert_close with its own tolerances, on shapes of its fuzz_shapes and values of its edge_inputs;
+    gpucheck      its assert_close with its own tolerances, on shapes of its fuzz_shapes up to 129, and values of its edge_inputs;
                   these work on CPU tensors, its sanitizers need CUDA and have no part here
     this suite    level quick
 """
@@ -43,8 +43,8 @@ NUM_TOKENS = (1, 8, 17, 32, 512, 2048)
 TOKENS: dict[str, Callable[[int], dict]] = {
     "gdn_prefill": lambda n: {"lengths": (n,)},
     "gdn_decode": lambda n: {"B": n},
-    "paged_attention_v2": lambda n: {"lengths": (n, 1)},
-    "paged_prefill": lambda n: {"new": (n,), "prefix": (0,)},
+    "paged_attention_v2": lambda n: {"lengths": (n, 1), "HQ": 4, "D": 64},
+    "paged_prefill": lambda n: {"new": (n,), "prefix": (0,), "HQ": 4, "D": 64},
     "matmul_fp16": lambda n: {"M": n},
 }
 WIDTH: dict[str, Callable[[int], dict]] = {
@@ -90,8 +90,8 @@ class Way:
                 arguments = trial()
                 op.check(**arguments)
                 expected = results_of(op, op.reference(**arguments), arguments)
-            except (RuntimeError, ValueError, IndexError):
-                continue  # a fuzzed shape that is no call of this op
+            except Exception:  # noqa: BLE001, S112 - a fuzzed shape or value with which the op cannot be called
+                continue
             try:
                 arguments = trial()
                 actual = results_of(op, target.function(**arguments), arguments)
@@ -121,7 +121,7 @@ def gpucheck_trials(op: str) -> Iterator[Trial]:
     from gpucheck.fuzzing.inputs import edge_inputs
     from gpucheck.fuzzing.shapes import fuzz_shapes
 
-    for tokens, width in fuzz_shapes(ndim=2, max_size=257, n=40, seed=0):
+    for tokens, width in fuzz_shapes(ndim=2, max_size=129, n=40, seed=0):
         yield from (example(op, dtype, **sizes_of(op, tokens, width)) for dtype in FLOATS)
     for dtype in FLOATS:
         name, first = next(iter(example(op, dtype)().items()))
