@@ -179,7 +179,7 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
                 actual=results_of(target.op, returned, arguments),
                 exact=exact_results(target.op, fresh(), double),
                 plain=results_of(target.op, plain, plain_arguments),
-                move=lambda: exact_results(target.op, fresh(), compare.moved),
+                move=lambda draw: exact_results(target.op, fresh(), compare.moved(draw)),
             )
         )
     )

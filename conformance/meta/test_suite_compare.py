@@ -90,7 +90,7 @@ def test_cancellation_is_no_fault_of_float32():
 
     moved = x.double() * (1 + torch.finfo(torch.float32).eps * torch.tensor([1, 1, -1, 1]))
     assert by_budget(of(unlucky, None))[0].kind
-    assert not by_budget(of(unlucky, lambda: {"output": moved.sum(-1, keepdim=True)}))[0].kind
+    assert not by_budget(of(unlucky, lambda draw: {"output": moved.sum(-1, keepdim=True)}))[0].kind
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -148,7 +148,7 @@ def test_topk_convicts_wrong_experts_weights_and_ties():
     arguments, weights, ids = router(0, T=4, E=60, topk=4)
     assert judged(arguments, weights, ids) == ""
     assert judged(arguments, weights.flip(1), ids.flip(1)) == "wrong_id"
-    assert judged(arguments, weights * torch.tensor([[1.0], [1.01], [1.0], [1.0]]), ids) == "row_error_budget"
+    assert judged(arguments, weights * torch.tensor([[1.0], [1.01], [1.0], [1.0]]), ids).endswith("error_budget")
     assert judged(arguments, weights, torch.zeros_like(ids)) == "id_repeated"
     assert judged(arguments, weights, ids + 60) == "id_out_of_range"
     tied = {"gating_output": torch.zeros(1, 8), "topk": 3}

@@ -81,7 +81,7 @@ class Trial:
             return whole(self.reference, {name: raised(value) for name, value in self.fresh().items()})
 
         exact, plain = exactly(double), way(self.reference, self.fresh())
-        return Evaluation(self.target.op.name, self.fresh(), {}, exact, plain, move=lambda: exactly(moved))
+        return Evaluation(self.target.op.name, self.fresh(), {}, exact, plain, move=lambda draw: exactly(moved(draw)))
 
     def judged(self, actual: Results, answers: Evaluation | None = None, text: str = "") -> list[Finding]:
         """The verdict on results; text: which call they are from."""
