@@ -23,6 +23,8 @@ def _missing() -> str:
     import vllm._custom_ops  # noqa: F401 - loads the kernels
     from vllm.platforms import current_platform
 
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()  # vLLM's attention leaves asking the system for AMX to the linear layers that ran before
     return "" if current_platform.is_cpu() else "this build of vLLM has no CPU kernels"
 
 
@@ -131,12 +133,17 @@ def gdn_gating(a, b, A_log, dt_bias):
     return g[0], beta[0].float()
 
 
-def _key_major(state: Tensor) -> Tensor:
-    """The pool in vLLM's CPU layout, a copy: states [K,V], in pages of the same stride."""
+def _key_major(state: Tensor, extra: int = 0) -> Tensor:
+    """The pool in vLLM's CPU layout, a copy: states [K,V], in pages of the same stride, and some slots more."""
     slots, heads, values, keys = state.shape
-    page = max(state.stride(0), heads * values * keys)
-    pool = torch.empty_strided((slots, heads, keys, values), (page, keys * values, values, 1), dtype=state.dtype)
-    return pool.copy_(state.mT)
+    strides = (max(state.stride(0), heads * values * keys), keys * values, values, 1)
+    pool = torch.empty_strided((slots + extra, heads, keys, values), strides, dtype=state.dtype)
+    pool[:slots] = state.mT
+    return pool
+
+
+def _rows_are_contiguous(*tensors: Tensor) -> bool:
+    return all(x.stride(-1) == 1 for x in tensors)
 
 
 def _supports_prefill(
@@ -148,6 +155,7 @@ def _supports_prefill(
         (state.dtype not in (torch.float32, torch.bfloat16), "vLLM's CPU kernel takes states in float32 or bfloat16"),
         (size != v.shape[-1] or size not in (64, 128), "vLLM's CPU kernel takes head sizes 64 and 128, K = V"),
         (not is_usual(scale, size), "vLLM's CPU kernel has the scale K^-0.5 built in"),
+        (not _rows_are_contiguous(q, k, v), "vLLM's CPU kernel takes contiguous heads"),
     )
 
 
@@ -155,13 +163,13 @@ def _supports_prefill(
 def gdn_prefill(
     q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True
 ):
-    """The pool is copied, as its states are [K,V] there."""
+    """The pool is copied, as its states are [K,V] there; a sequence without a slot has one in the copy only."""
     from vllm import _custom_ops as ops
 
-    if (state_indices < 0).any():
-        raise ValueError("vLLM's CPU kernel takes no negative state index")
-    pool = _key_major(state)
-    pool[state_indices[~has_initial_state].long()] = 0
+    count, none = len(state_indices), state_indices < 0
+    pool = _key_major(state, extra=count)
+    slots = torch.where(none, len(state) + torch.arange(count, dtype=torch.int32), state_indices)
+    pool[slots[none | ~has_initial_state].long()] = 0
     o, _ = ops.chunk_gated_delta_rule_cpu(
         query=q[None],
         key=k[None],
@@ -170,13 +178,13 @@ def gdn_prefill(
         beta=beta[None].to(q.dtype).contiguous(),
         initial_state=pool,
         output_final_state=True,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=cu_seqlens.contiguous(),
         head_first=False,
         use_qk_l2norm_in_kernel=l2norm,
-        initial_state_indices=state_indices,
+        initial_state_indices=slots,
         eps=1e-6,
     )
-    state.copy_(pool.mT)
+    state.copy_(pool[: len(state)].mT)
     return o[0]
 
 
@@ -187,6 +195,7 @@ def _supports_decode(
         (q.dtype not in HALVES, "vLLM's CPU kernel takes float16 and bfloat16"),
         (state.dtype not in (torch.float32, torch.bfloat16), "vLLM's CPU kernel takes states in float32 or bfloat16"),
         (not is_usual(scale, q.shape[-1]), "vLLM's CPU kernel has the scale K^-0.5 built in"),
+        (not _rows_are_contiguous(q, k, v), "vLLM's CPU kernel takes contiguous heads"),
     )
 
 
@@ -209,7 +218,7 @@ def gdn_decode(
         a=a[rows].contiguous(),
         b=b[rows].contiguous(),
         initial_state_source=pool,
-        initial_state_indices=state_indices[rows],
+        initial_state_indices=state_indices[rows].contiguous(),
         cu_seqlens=torch.arange(int(used.sum()) + 1, dtype=torch.int32),
         use_qk_l2norm_in_kernel=l2norm,
     ).squeeze(1)
@@ -302,7 +311,10 @@ def paged_attention_v2(
 
 
 def _supports_matmul(a, b, bias=None):
-    return any_of((a.dtype is not torch.float16, "the op is native for float16 only"))
+    return any_of(
+        (a.dtype is not torch.float16, "the op is native for float16 only"),
+        (a.stride(-1) != 1, "vLLM's oneDNN kernel takes rows that are contiguous"),
+    )
 
 
 @adapters("matmul_fp16", supports=_supports_matmul)
