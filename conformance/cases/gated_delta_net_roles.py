@@ -13,7 +13,7 @@ from conformance.properties.roles import Roles, Route, back, rows_alone, rows_sh
 HEADS = {"H": 1, "HV": 2, "K": 64, "V": 64}
 TINY = {"H": 1, "HV": 1, "K": 16, "V": 16}
 BF16 = FLOATS[2:]
-WIDTHS = range(4, 70)  # of a key: a row of the state is as short, and shorter ones show too little noise to be judged by
+WIDTHS = range(16, 82)  # of a key. A row of the state is as long; much shorter ones show too little noise to be judged by
 GROUPS = {"H": 2, "HV": 4, "K": 32, "V": 32}
 
 
@@ -205,7 +205,7 @@ PREFILL = Roles(
     sizes=({"lengths": (37, 0, 5, 9)} | HEADS,),
     busy={"lengths": (200, 64, 37), "H": 4, "HV": 8, "K": 32, "V": 32},
     residues=[{"lengths": tuple(range(1, 68))} | TINY, {"lengths": tuple(range(35))} | HEADS]
-    + [{"lengths": (12,), "K": k, "V": 71 - k, "H": 1, "HV": 1} for k in WIDTHS],
+    + [{"lengths": (12,), "K": k, "V": 83 - k, "H": 1, "HV": 1} for k in WIDTHS],
     all_residues=[{"lengths": tuple(range(n, n + 10))} | HEADS for n in range(1, 260, 10)],
     prepare=with_padding,
     irrelevant=nan_beyond_sequences,
@@ -320,8 +320,8 @@ DECODE = Roles(
     "gdn_decode",
     sizes=({"B": 5} | HEADS,),
     busy={"B": 60, "H": 4, "HV": 8, "K": 32, "V": 32},
-    residues=[{"B": 3 + k % 9, "K": k, "V": 71 - k, "H": 1, "HV": 2} for k in WIDTHS],
-    all_residues=[{"B": 3, "K": k, "V": 260 - k, "H": 1, "HV": 1} for k in range(4, 257)],
+    residues=[{"B": 3 + k % 9, "K": k, "V": 83 - k, "H": 1, "HV": 2} for k in WIDTHS],
+    all_residues=[{"B": 3, "K": k, "V": 272 - k, "H": 1, "HV": 1} for k in range(16, 257)],
     prepare=padding_rows,
     irrelevant=nan_in_padding,
     routes=(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -34,7 +34,7 @@ def sweep(roles: Roles, sizes: Sequence[dict], dtype: torch.dtype, level: str) -
         def at(one):
             return Trial(trial.target, lambda: problem(trial.target.device, one), trial.compare)
 
-        return every_residue({words(one): at(one) for one in sizes})
+        return every_residue((words(one), at(one)) for one in sizes)
 
     def make(generator, device, dtype):
         return problem(device, sizes[0])
@@ -42,11 +42,11 @@ def sweep(roles: Roles, sizes: Sequence[dict], dtype: torch.dtype, level: str) -
     return case(roles, "every_residue", check, {}, dtype, {"sweep": level}, make, level=level)
 
 
-def every_residue(trials: dict[str, Trial]) -> list[Finding]:
+def every_residue(trials: Iterable[tuple[str, Trial]]) -> list[Finding]:
     """Right at every size, or refused; ends at the first that is wrong, and names it."""
     worst: dict[str, Finding] = {}
     refusals = []
-    for text, trial in trials.items():
+    for text, trial in trials:
         try:
             results = trial.call(trial.fresh())
         except Ended as end:
