@@ -6,12 +6,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 
 class Scheduling(LoadScopeScheduling):
-    """Every test is a unit of its own, but those of one file of conformance/serving stay together: they share engines.
-    (xdist's own loadgroup does that by marks, but has no effect under this pytest.)"""
+    """Every test is a unit of its own, but those of one file of conformance/serving, or of test_workers.py, stay
+    together: they share engines, or one run. (xdist's own loadgroup does that by marks, but has no effect under this pytest.)"""
 
     def _split_scope(self, nodeid):
         file = nodeid.partition("::")[0]
-        return file if file.startswith("conformance/serving/") else nodeid
+        return file if file.startswith(("conformance/serving/", "conformance/meta/test_workers")) else nodeid
 
     def remove_node(self, node):
         """The test during which a worker died, if one did; xdist would run it again, and what was done before."""
