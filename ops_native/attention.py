@@ -24,13 +24,15 @@ def _supports_cache_write(key, value, key_cache, value_cache, slot_mapping):
 def _supports_decode(
     q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    return _dense(q=q, key_cache=key_cache, value_cache=value_cache)
+    usual = q.stride()[2] == key_cache.stride()[3] == value_cache.stride()[3] == 1
+    return usual or _dense(q=q, key_cache=key_cache, value_cache=value_cache)
 
 
 def _supports_prefill(
     q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    return _dense(q=q, key_cache=key_cache, value_cache=value_cache)
+    usual = q.stride()[2] == key_cache.stride()[3] == value_cache.stride()[3] == 1
+    return usual or _dense(q=q, key_cache=key_cache, value_cache=value_cache)
 
 
 @shim.native(

@@ -70,9 +70,7 @@ def moe_align_block_size(c, topk_ids, block_size, num_experts, expert_map=None):
     return sorted_token_ids, expert_ids, count
 
 
-def _grouped_supports(
-    x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None
-):
+def _grouped_supports(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None):
     lists = {"sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids, "slot_weights": slot_weights}
     return _refusal(x, {"x": x, "w": w}, lists)
 
