@@ -61,12 +61,13 @@ def queries(call: Call) -> list[int]:
 
 
 def each_sequence(call: Call, attention) -> Tensor:
-    """The reference's loop over sequences, with attention(q [n,HQ,D], keys, values [L,HK,D]) in the place of `attend`."""
+    """The reference's loop over sequences, with attention(q [n,HQ,D], keys, values [L,HK,D]) in place of `attend`."""
+    caches = call.key_cache, call.value_cache
     out, bounds = torch.zeros_like(call.q, memory_format=torch.contiguous_format), queries(call)
     for n, length in enumerate(call.seq_lens.tolist()):
         start = max(bounds[n], bounds[n + 1] - length)
         if start < bounds[n + 1]:
-            keys, values = (gather(cache, call.block_tables[n], 0, length) for cache in (call.key_cache, call.value_cache))
+            keys, values = (gather(cache, call.block_tables[n], 0, length) for cache in caches)
             out[start : bounds[n + 1]] = attention(call.q[start : bounds[n + 1]], keys, values)
     return out
 

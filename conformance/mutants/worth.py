@@ -9,8 +9,8 @@ arguments with the reference in the same dtype:
     assert_close  one torch.testing.assert_close with its default tolerances, at the example's sizes, in bfloat16
     vllm ir       DEFAULT_TOLERANCES of vllm/ir/tolerances.py, at the counts of tokens of vLLM's own tests of its IR ops
                   (NUM_TOKENS in tests/ir/ir_test_utils.py), in its three dtypes; integers have to be equal
-    gpucheck      its assert_close with its own tolerances, on shapes of its fuzz_shapes up to 129, and values of its edge_inputs;
-                  these work on CPU tensors, its sanitizers need CUDA and have no part here
+    gpucheck      its assert_close with its own tolerances, on shapes of its fuzz_shapes up to 129 and, as the op's first
+                  argument, values of its edge_inputs; its sanitizers need CUDA and have no part here
     this suite    level quick
 """
 

@@ -185,7 +185,10 @@ def gdn_prefill(
         eps=1e-6,
     )
     state.copy_(pool[: len(state)].mT)
-    return o[0]
+    out = v.new_zeros(v.shape)  # vLLM too has zeros, into which it copies what the sequences have
+    tokens = slice(cu_seqlens[0], cu_seqlens[-1])
+    out[tokens] = o[0, tokens]
+    return out
 
 
 def _supports_decode(

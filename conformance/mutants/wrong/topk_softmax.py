@@ -40,8 +40,8 @@ def ties_to_the_higher_index(call):
 def ties_at_random(call):
     """Threads race for equal logits: another expert wins from run to run."""
     order = torch.randperm(call.gating_output.shape[1])
-    bias = call.correction_bias
-    weights, ids = call(gating_output=call.gating_output[:, order], correction_bias=None if bias is None else bias[order])
+    bias = None if call.correction_bias is None else call.correction_bias[order]
+    weights, ids = call(gating_output=call.gating_output[:, order], correction_bias=bias)
     return weights, order[ids.long()].int()
 
 
