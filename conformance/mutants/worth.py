@@ -202,7 +202,8 @@ REPORT = """# What the suite is worth
 
 Wrong implementations (`conformance/mutants/wrong`), and how many of them each way of testing convicts. Made by
 `python -m conformance.mutants.worth`, which says how each way was used; the last row counts right implementations
-(`conformance/mutants/right`) that it convicts as well.
+(`conformance/mutants/right`) that it convicts as well. Those of gpucheck all come from inputs at the largest float32:
+a sum overflows or not by the order of its terms, and the plain comparison takes either for wrong.
 
 {table}
 
