@@ -14,9 +14,10 @@ import shim
 from conformance.case import LEVELS, Case, at_level
 from conformance.cases import all_cases
 from conformance.run import Target
+from shim import device as devices
 from shim import plugins
 
-DEVICES = ("cpu", "cuda", "all")
+DEVICES = (*devices.DEVICES, "all")
 
 
 class SelectionError(shim.OpshimError):

@@ -14,6 +14,7 @@ import torch
 
 from shim.errors import OpUnavailableError, UnknownNameError
 
+DEVICES = ("cpu", "cuda")  # the types that ops are asked for
 ISAS = ("base", "avx2", "avx512")  # what CPU kernels are compiled for, weakest first
 _NEEDS = {
     "base": set(),

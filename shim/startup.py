@@ -10,10 +10,9 @@ from pathlib import Path
 import opshim  # noqa: F401 - registers every op and its native implementations
 from shim import dispatch, plugins, table
 from shim import policy as policies
+from shim.device import DEVICES
 from shim.errors import UnknownNameError
 from shim.policy import Policy
-
-DEVICES = ("cpu", "cuda")
 
 
 def prepare(

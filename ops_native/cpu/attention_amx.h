@@ -13,13 +13,6 @@ namespace {
 
 #ifdef OPSHIM_AMX
 
-#define TILE_ZERO(t) asm volatile("tilezero %%tmm" #t ::)
-#define TILE_LOAD(t, from, stride) \
-  asm volatile("tileloadd (%0,%1,1), %%tmm" #t ::"r"(from), "r"(int64_t(stride)) : "memory")
-#define TILE_STORE(t, to, stride) \
-  asm volatile("tilestored %%tmm" #t ", (%0,%1,1)" ::"r"(to), "r"(int64_t(stride)) : "memory")
-#define TILE_DOT(c, a, b) asm volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
-
 constexpr int kPlanes = 3;  // of bfloat16, in a weight
 
 // One side of a product; distances in bytes
@@ -176,11 +169,6 @@ struct AmxEngine {
                     tile.out + d, tile.width);
   }
 };
-
-#undef TILE_ZERO
-#undef TILE_LOAD
-#undef TILE_STORE
-#undef TILE_DOT
 
 #endif
 

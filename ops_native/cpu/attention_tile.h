@@ -164,22 +164,11 @@ inline vi lane_numbers() {
 inline float shift_of(float high) { return high == -HUGE_VALF ? 0.0f : high; }
 
 // e^x for x <= 0, 0 from -87 down (a weight below the smallest normal number beside the row's largest, 1), NaN for NaN:
-// half the work of vexp, whose polynomial it is.
+// vexp with one factor for 2^n, which suffices there.
 inline vf weight_of(vf x) {
-  const vf magic = splat(12582912.0f);
-  const vf shifted = x * 1.44269504088896341f + magic;
-  const vf n = shifted - magic;
-  vf r = x - n * 0.693359375f;
-  r = r - n * -2.12194440e-4f;
-  vf e = splat(1.9875691500e-4f);
-  e = e * r + 1.3981999507e-3f;
-  e = e * r + 8.3334519073e-3f;
-  e = e * r + 4.1665795894e-2f;
-  e = e * r + 1.6666665459e-1f;
-  e = e * r + 5.0000001201e-1f;
-  e = e * (r * r) + r + 1.0f;
-  e *= bits<vf>((bits<vi>(shifted) - (bits<vi>(magic) - 127)) << 23);
-  return select(vi(x < -87.0f), vf{}, e);
+  vi whole;
+  const vf p = exp_parts(x, whole);
+  return select(vi(x < -87.0f), vf{}, p * bits<vf>((whole + 127) << 23));
 }
 
 // One row of scores -> weights exp(s - high), 0 where the row does not see: keys [low, high) of those at `start`.

@@ -158,11 +158,12 @@ inline float max_of(vf v) {
 #endif
 }
 
-// e^x within 1 ulp (Cephes' expf, range reduced by ln 2) for x in [-104, 88.72]: from 0 up; NaN for NaN.
-inline vf exp_in_range(vf x) {
+// e^x = 2^whole times the result, which is within [0.7, 1.5]: Cephes' expf, range reduced by ln 2. NaN for NaN.
+inline vf exp_parts(vf x, vi& whole) {
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer in the low mantissa bits
   const vf shifted = x * 1.44269504088896341f + magic;
   const vf n = shifted - magic;
+  whole = bits<vi>(shifted) - bits<vi>(magic);
   vf r = x - n * 0.693359375f;
   r = r - n * -2.12194440e-4f;
   vf p = splat(1.9875691500e-4f);
@@ -171,9 +172,14 @@ inline vf exp_in_range(vf x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  // 2^n in two factors, so that results below the smallest normal number round instead of vanishing
-  const vi whole = bits<vi>(shifted) - bits<vi>(magic), half = whole >> 1;
+  return p * (r * r) + r + 1.0f;
+}
+// e^x within 1 ulp for x in [-104, 88.72]: from 0 up; NaN for NaN.
+inline vf exp_in_range(vf x) {
+  vi whole;
+  const vf p = exp_parts(x, whole);
+  // 2^whole in two factors, so that results below the smallest normal number round instead of vanishing
+  const vi half = whole >> 1;
   const vf a = bits<vf>((half + 127) << 23), b = bits<vf>((whole - half + 127) << 23);
   return p * a * b;
 }

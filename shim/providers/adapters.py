@@ -8,8 +8,11 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+from torch import Tensor
 
 import shim
+
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Adapters:
@@ -87,3 +90,9 @@ def any_of(*refusals: tuple[bool, str]) -> bool | str:
 def is_usual(scale: float | None, size: int) -> bool:
     """Whether the scale is the one that kernels without such a parameter have built in."""
     return scale is None or abs(scale * size**0.5 - 1) < 1e-12
+
+
+def real_rows(state_indices: Tensor, null_index: int) -> tuple[Tensor, Tensor]:
+    """Of a decode batch: the rows that are no padding, and their slots in the state pool."""
+    rows = ((state_indices >= 0) & (state_indices != null_index)).nonzero()[:, 0]
+    return rows, state_indices[rows].long()

@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from shim.providers.adapters import Adapters, absent, any_of, build, no_gpu
+from shim.providers.adapters import Adapters, absent, any_of, build, no_gpu, real_rows
 
 BUILD = build("fla-core", "flash-linear-attention")
 adapters = Adapters("fla", "cuda", lambda: no_gpu() or absent("fla"))
@@ -61,8 +61,7 @@ def gdn_decode(
     """Rows that are no padding are picked; their states are gathered, transposed to [K,V], and put back."""
     from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
 
-    rows = ((state_indices >= 0) & (state_indices != null_index)).nonzero()[:, 0]
-    slots = state_indices[rows].long()
+    rows, slots = real_rows(state_indices, null_index)
     o = v.new_zeros(v.shape)
     if len(rows):
         one = [x[rows][:, None].contiguous() for x in (q, k, v, a, b)]

@@ -7,10 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shim.providers.adapters import Adapters, absent, any_of, build, no_gpu
+from shim.providers.adapters import HALVES, Adapters, absent, any_of, build, no_gpu, real_rows
 
 BUILD = build("flashinfer-python")
-HALVES = (torch.float16, torch.bfloat16)
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
 adapters = Adapters("flashinfer", "cuda", lambda: no_gpu() or absent("flashinfer"))
 adapters.lacks(
@@ -81,8 +80,7 @@ def gdn_decode(
     """Rows that are no padding are picked; their states are gathered and put back."""
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 
-    rows = ((state_indices >= 0) & (state_indices != null_index)).nonzero()[:, 0]
-    slots = state_indices[rows].long()
+    rows, slots = real_rows(state_indices, null_index)
     o = v.new_zeros(v.shape)
     if len(rows):
         q, k, v, a, b = (x[rows][:, None].contiguous() for x in (q, k, v, a, b))

