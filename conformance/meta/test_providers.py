@@ -142,7 +142,7 @@ vllm_on_cpu = pytest.mark.skipif(
     [
         ("topk_softmax", {"T": 5, "E": 60, "topk": 4}, F32),
         ("topk_softmax", {"T": 5, "E": 60, "topk": 4, "bias": True}, F32),
-        ("fused_moe", {"T": 5, "E": 4}, BF16),
+        ("fused_moe", {"T": 5, "E": 4}, F32),  # in bfloat16 it truncates on CPUs without AVX512-BF16
         ("fused_moe", {"T": 5, "E": 4, "merged": False}, F32),
         ("paged_attention_v2", ATTENTION | {"window": 7, "softcap": 5.0}, F32),
         ("paged_prefill", ATTENTION | {"alibi": True}, BF16),

