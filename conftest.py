@@ -79,11 +79,13 @@ def pytest_configure(config):
 # ---- workers: how many, on which GPU, and what becomes of those that die ---------------------------------------------
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config):
     on_gpus = config.option.device != "cpu"  # the selection is made later
     return workers.count(workers.cores(), workers.free_memory() if on_gpus else [])
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node):
     """Tells a worker where to leave its last words, and on a machine with GPUs which one is its own."""
     config = node.config
@@ -127,6 +129,7 @@ def pytest_runtest_protocol(item):
         item.session.shouldfail = "this process is lost; with -n auto another would run the rest"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem, report):
     """The result of a case whose worker died; one that ended its process after reporting has its result already."""
     config = report.node.config
@@ -143,6 +146,7 @@ def pytest_handlecrashitem(crashitem, report):
             report.longrepr = str(result)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     from conformance.scheduling import Scheduling  # needs xdist
 

@@ -91,20 +91,18 @@ def ops(as_json, **options):
 
 @main.command()
 @click.option("--folder", metavar="FOLDER", help="Where to put the libraries (default: ops_native/lib).")
-def build(folder):
-    """Compile the native libraries ahead of time. What is up to date is left alone.
+@click.option("--arch", metavar="LIST", help="GPU archs for nvcc (default: those it knows of 80,86,89,90a,100).")
+def build(folder, arch):
+    """Compile the native libraries ahead of time. What is up to date is left alone. Needs no GPU; without nvcc the
+    library for GPUs is left out.
 
     \b
     Example:  python runner.py build
-              python runner.py build --folder /srv/opshim    then set OPSHIM_LIBRARY_PATH=/srv/opshim
+              python runner.py build --arch 90a --folder /srv/opshim    then set OPSHIM_LIBRARY_PATH=/srv/opshim
     """
-    from pathlib import Path
+    from ops_native.build import build_command
 
-    from ops_native.build import build_all
-
-    for built in build_all(Path(folder) if folder else None):
-        how = f"built in {built.seconds:.0f} s" if built.seconds else "up to date"
-        click.echo(f"{built.path}: {how}{f' ({built.note})' if built.note else ''}")
+    build_command(folder, arch)
 
 
 @main.command()

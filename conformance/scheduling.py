@@ -28,6 +28,9 @@ class Scheduling(LoadScopeScheduling):
         return super().remove_node(node)
 
     def _reschedule(self, node):
-        """A worker that has just replaced another gets work once it has collected the tests."""
+        """A worker that has just replaced another gets work once it has collected the tests. A worker holds its last
+        test back until it hears what follows, so one that took the last work there is has to hear that nothing does."""
         if node in self.registered_collections:
             super()._reschedule(node)
+            if not self.workqueue:
+                super()._reschedule(node)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-import ops_reference.attention  # noqa: F401  declares the ops
 import shim
-from ops_native.libraries import CPU, DTYPE
+from ops_native.libraries import CPU, CUDA, DTYPE, where
+from ops_reference.attention import MAX_HEAD_SIZE
+
+UNIT_QUERIES = 8  # query heads that cuda/paged_attention.cu takes at once
+UNIT_BLOCKS = 4  # the most blocks that it has per SM
 
 
 def _dense(**tensors):
@@ -37,8 +42,8 @@ def _supports_prefill(
 
 @shim.native(
     "reshape_and_cache",
-    library=CPU,
-    symbols={"opshim_reshape_and_cache": "ppppp" + "i" * 17},
+    library=(CPU, CUDA),
+    symbols={"opshim_reshape_and_cache": "ppppp" + "i" * 16},
     supports=_supports_cache_write,
 )
 def reshape_and_cache(c, key, value, key_cache, value_cache, slot_mapping):
@@ -60,7 +65,7 @@ def reshape_and_cache(c, key, value, key_cache, value_cache, slot_mapping):
         *value.stride()[:2],
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
-        torch.get_num_threads(),
+        *where(key),
     )
 
 
@@ -79,13 +84,13 @@ def _layout(q, key_cache, value_cache, tables):
 @shim.native(
     "paged_attention_v2",
     library=CPU,
-    symbols={"opshim_paged_attention_v2": "p" * 7 + "i" * 17 + "dd" + "ii"},
+    symbols={"opshim_paged_attention_v2": "p" * 7 + "i" * 17 + "dd" + "i"},
     supports=_supports_decode,
 )
 def paged_attention_v2(
     c, q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables, lengths = _rows(block_tables), seq_lens.contiguous()
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     c.opshim_paged_attention_v2(
@@ -102,21 +107,65 @@ def paged_attention_v2(
         scale,
         softcap,
         window,
-        torch.get_num_threads(),
+        *where(q),
+    )
+    return out
+
+
+@functools.cache
+def _sm_count(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@shim.native(
+    "paged_attention_v2",
+    library=CUDA,
+    symbols={"opshim_paged_attention_v2": "p" * 9 + "i" * 18 + "dd" + "i"},
+    supports=_supports_decode,
+)
+def paged_attention_v2_cuda(
+    c, q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
+):
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    tables, lengths = _rows(block_tables), seq_lens.contiguous()
+    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+    count, heads, size = q.shape
+    units = key_cache.shape[2] * -(-heads // key_cache.shape[2] // UNIT_QUERIES)
+    blocks = max(units, UNIT_BLOCKS * _sm_count(q.get_device()))
+    records = torch.empty((blocks, 2, UNIT_QUERIES, MAX_HEAD_SIZE + 2), dtype=torch.float32, device=q.device)
+    firsts = torch.empty(count + 1, dtype=torch.int32, device=q.device)
+    c.opshim_paged_attention_v2(
+        q.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        tables.data_ptr(),
+        lengths.data_ptr(),
+        0 if slopes is None else slopes.data_ptr(),
+        out.data_ptr(),
+        records.data_ptr(),
+        firsts.data_ptr(),
+        blocks,
+        DTYPE[q.dtype],
+        count,
+        *_layout(q, key_cache, value_cache, tables),
+        scale,
+        softcap,
+        window,
+        *where(q),
     )
     return out
 
 
 @shim.native(
     "paged_prefill",
-    library=CPU,
-    symbols={"opshim_paged_prefill": "p" * 8 + "i" * 18 + "dd" + "ii"},
+    library=(CPU, CUDA),
+    symbols={"opshim_paged_prefill": "p" * 8 + "i" * 18 + "dd" + "i"},
     supports=_supports_prefill,
 )
 def paged_prefill(
     c, q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables, bounds, lengths = _rows(block_tables), cu_seqlens_q.contiguous(), seq_lens.contiguous()
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
     c.opshim_paged_prefill(
@@ -135,6 +184,6 @@ def paged_prefill(
         scale,
         softcap,
         window,
-        torch.get_num_threads(),
+        *where(q),
     )
     return out

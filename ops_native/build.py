@@ -19,17 +19,19 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
-from shim.errors import BuildError
+from shim.errors import BuildError, UnknownNameError
 from shim.loading import MARK, Identity, build_info, examine, user_cache
 
 NATIVE = Path(__file__).parent
 KEPT_DAYS = 30  # objects and libraries in the user cache that no build wrote for so long are removed
+
+ARCHS = ("80", "86", "89", "90a", "100")  # of CUDA code, where nobody says
 
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _ERROR = re.compile(r"\berror\b|undefined reference|not found", re.IGNORECASE)
@@ -42,7 +44,8 @@ _X86 = (
 @dataclass(frozen=True)
 class Spec:
     """One shared library: every source compiled once per variant, linked in the order of the variants. Flags are one
-    shell word each."""
+    shell word each. `archs()` names the GPU archs that its code is for: they tell builds apart, yet a library for other
+    archs, which may well include this machine's, is no other library."""
 
     name: str
     folder: Path  # holds sources and headers
@@ -53,6 +56,7 @@ class Spec:
     flags: tuple[str, ...]
     link_flags: tuple[str, ...]
     variants: tuple[tuple[str, tuple[str, ...]], ...]  # name -> further flags
+    archs: Callable[[], tuple[str, ...]] = tuple
     package: Path = NATIVE / "lib"  # where `build_all` puts it
 
     @property
@@ -82,7 +86,8 @@ class Spec:
         except BuildError:
             compiler = None
         flags = (self.flags, self.link_flags, self.variants)
-        return Identity(_hash(snapshot or self.snapshot()), _hash(flags), compiler, platform.machine())
+        arch = " ".join([platform.machine(), *(f"sm_{arch}" for arch in self.archs())])
+        return Identity(_hash(snapshot or self.snapshot()), _hash(flags), compiler, arch)
 
     def build(self, folder: Path) -> Path:
         return build(self, folder).path
@@ -106,27 +111,77 @@ def cpu_spec() -> Spec:
     )
 
 
+def cuda_spec(archs: Callable[[], tuple[str, ...]]) -> Spec:
+    """libopshim_cuda.so: ops_native/cuda/*.cu, without libtorch; CUDA's runtime is linked statically."""
+    return Spec(
+        name="opshim_cuda",
+        folder=NATIVE / "cuda",
+        sources="*.cu",
+        headers="*.cuh",
+        compilers=("nvcc",),
+        variable="NVCC",
+        flags=("-std=c++17", "-O3", "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall", "-Xptxas=-v"),
+        link_flags=("-shared", "-ldl"),
+        variants=(("cuda", ()),),
+        archs=archs,
+    )
+
+
 @dataclass(frozen=True)
 class Built:
-    """A finished library; seconds is 0 where it was there already."""
+    """A finished library; seconds is 0 where it was there already. identity is None where `note` says why not."""
 
     path: Path
-    identity: Identity
+    identity: Identity | None
     seconds: float
     note: str = ""
 
 
-def build_all(folder: Path | None = None, specs: Iterable[Spec] | None = None) -> list[Built]:
-    """Builds every library of this tree, into `folder` or the package; into the user cache where that is read-only."""
+def build_all(
+    folder: Path | None = None, specs: Iterable[Spec] | None = None, archs: tuple[str, ...] = ARCHS
+) -> list[Built]:
+    """Builds every library of this tree, into `folder` or the package; into the user cache where that is read-only.
+    A library without compiler is left out where others were built: a machine may have no nvcc."""
     results = []
-    for spec in [cpu_spec()] if specs is None else specs:
+    for spec in [cpu_spec(), cuda_spec(lambda: archs)] if specs is None else specs:
         target = folder or spec.package
+        try:
+            spec.compiler()
+        except BuildError as error:
+            if not results:
+                raise
+            results.append(Built(target / spec.filename, None, 0.0, str(error)))
+            continue
         if _writable(target):
             results.append(build(spec, target))
         else:
             built = build(spec, user_cache() / f"{spec.name}-{spec.identity().key}")
             results.append(replace(built, note=f"{target} cannot be written"))
     return results
+
+
+def build_command(folder: str | None, arch: str | None) -> None:
+    """`runner.py build`: says what became of each library. arch: "80,90a"; UnknownNameError for one nvcc has not."""
+    known = cuda_archs_known()
+    archs = tuple(arch.split(",")) if arch else tuple(one for one in ARCHS if one in known)
+    for one in archs if known else ():
+        if one not in known:
+            raise UnknownNameError("arch of this nvcc", one, known)
+    for built in build_all(Path(folder) if folder else None, archs=archs):
+        how = f"built in {built.seconds:.0f} s" if built.seconds else "up to date" if built.identity else "not built"
+        print(f"{built.path}: {how}{f' ({built.note})' if built.note else ''}", flush=True)
+
+
+def cuda_archs_known() -> list[str]:
+    """The archs that this machine's nvcc compiles for, also with the "a" of instructions that are one arch's own; empty
+    without nvcc."""
+    try:
+        command = cuda_spec(tuple).compiler()
+    except BuildError:
+        return []
+    run = subprocess.run([*command, "--list-gpu-code"], capture_output=True, text=True, check=False)
+    plain = [word.removeprefix("sm_") for word in run.stdout.split() if word.startswith("sm_")]
+    return plain + [f"{one}a" for one in plain if int(one) >= 90]
 
 
 def build(spec: Spec, folder: Path) -> Built:
@@ -158,7 +213,7 @@ def _is_built(target: Path, identity: Identity) -> bool:
     if examine(target, identity) is not None:
         return False
     info = build_info(target.read_bytes())
-    return info["complete"] and info["compiler"] == identity.compiler
+    return info["complete"] and (info["compiler"], info["arch"]) == (identity.compiler, identity.arch)
 
 
 def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: Path) -> BuildError | None:
@@ -168,10 +223,12 @@ def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: P
         (work / name).write_bytes(content)
     objects = _writable(user_cache() / "objects") or work
     command = " ".join(map(shlex.quote, compiler))
-    rules = [f"rule object\n  command = {command} $flags -c $in -o $out.{os.getpid()} && mv $out.{os.getpid()} $out"]
+    part = f"$out.{os.getpid()}"  # the compiler's words stay beside the object: of nvcc, registers and spills
+    log = f"{part}.log 2>&1 || {{ cat {part}.log; exit 1; }} && mv {part}.log $out.log && mv {part} $out"
+    rules = [f"rule object\n  command = {command} $flags -c $in -o {part} > {log}"]
     outputs = []
     for variant, extra in spec.variants:
-        flags = [*spec.flags, *extra]
+        flags = [*spec.flags, *extra, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in spec.archs())]
         for name in (name for name in snapshot if Path(name).match(spec.sources)):
             key = _hash((_included(name, snapshot), flags, identity.compiler, identity.arch))
             outputs.append(objects / f"{Path(name).stem}-{variant}-{key}.o")

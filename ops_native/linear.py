@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import shim
-from ops_native.libraries import CPU
+from ops_native.libraries import CPU, CUDA, where
 from ops_reference.common import describe
 
 
@@ -35,7 +35,7 @@ def _supports(a, b, bias=None):
     return True
 
 
-@shim.native("matmul_fp16", library=CPU, symbols={"opshim_matmul_fp16": "ppppiiiiii"}, supports=_supports)
+@shim.native("matmul_fp16", library=CPU, symbols={"opshim_matmul_fp16": "ppppiiiii"}, supports=_supports)
 def matmul_fp16(c, a, b, bias=None):
     features, inner = b.shape
     y = a.new_empty((*a.shape[:-1], features))
@@ -49,6 +49,32 @@ def matmul_fp16(c, a, b, bias=None):
         inner,
         _row_stride(a),
         b.stride(0),
-        torch.get_num_threads(),
+        *where(a),
+    )
+    return y
+
+
+WORKSPACE = 32 << 20  # what cuBLAS takes on Hopper; only more than 16 rows are left to it
+
+
+@shim.native("matmul_fp16", library=CUDA, symbols={"opshim_matmul_fp16": "pppppiiiiii"}, supports=_supports)
+def matmul_fp16_cuda(c, a, b, bias=None):
+    features, inner = b.shape
+    y = a.new_empty((*a.shape[:-1], features))
+    rows = y.numel() // features if features else 0
+    workspace = torch.empty(WORKSPACE if rows > 16 else 0, dtype=torch.uint8, device=a.device)
+    c.opshim_matmul_fp16(
+        a.data_ptr(),
+        b.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        workspace.data_ptr(),
+        rows,
+        features,
+        inner,
+        _row_stride(a),
+        b.stride(0),
+        workspace.numel(),
+        *where(a),
     )
     return y

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import shim
-from ops_native.libraries import CPU, DTYPE
+from ops_native.libraries import CPU, CUDA, DTYPE, where
 from ops_reference.common import describe
 from ops_reference.moe import align_capacity
 
@@ -47,7 +47,7 @@ def _align_supports(topk_ids, block_size, num_experts, expert_map=None):
 @shim.native(
     "moe_align_block_size",
     library=CPU,
-    symbols={"opshim_moe_align_block_size": "pppppiiiii"},
+    symbols={"opshim_moe_align_block_size": "pppppiiii"},
     supports=_align_supports,
 )
 def moe_align_block_size(c, topk_ids, block_size, num_experts, expert_map=None):
@@ -65,20 +65,67 @@ def moe_align_block_size(c, topk_ids, block_size, num_experts, expert_map=None):
         block_size,
         num_experts,
         capacity,
-        torch.get_num_threads(),
+        *where(topk_ids),
+    )
+    return sorted_token_ids, expert_ids, count
+
+
+MOST_EXPERTS = 4096  # that moe_align.cu can count in a block's shared memory
+
+
+def _align_supports_cuda(topk_ids, block_size, num_experts, expert_map=None):
+    if num_experts > MOST_EXPERTS:
+        return f"{num_experts} experts, takes up to {MOST_EXPERTS}"
+    return _align_supports(topk_ids, block_size, num_experts, expert_map)
+
+
+def _align_chunks(slots: int, experts: int) -> int:
+    """Into how many chunks moe_align.cu cuts the slots: one while they fit, else enough to keep a GPU busy."""
+    most = 256 * min(32, 32768 // experts)  # slots that a block of threads can take
+    return 1 if slots <= most else max(-(-slots // most), min(64, slots // 1024))
+
+
+@shim.native(
+    "moe_align_block_size",
+    library=CUDA,
+    symbols={"opshim_moe_align_block_size": "ppppppiiiii"},
+    supports=_align_supports_cuda,
+)
+def moe_align_block_size_cuda(c, topk_ids, block_size, num_experts, expert_map=None):
+    slots = topk_ids.numel()
+    capacity = align_capacity(slots, block_size, num_experts)
+    chunks = _align_chunks(slots, num_experts)
+    sorted_token_ids, expert_ids = topk_ids.new_empty(capacity), topk_ids.new_empty(capacity // block_size)
+    count, scratch = topk_ids.new_empty(1), topk_ids.new_empty(chunks * num_experts if chunks > 1 else 0)
+    c.opshim_moe_align_block_size(
+        topk_ids.data_ptr(),
+        _pointer(expert_map),
+        sorted_token_ids.data_ptr(),
+        expert_ids.data_ptr(),
+        count.data_ptr(),
+        scratch.data_ptr(),
+        slots,
+        block_size,
+        num_experts,
+        capacity,
+        chunks,
+        *where(topk_ids),
     )
     return sorted_token_ids, expert_ids, count
 
 
 def _grouped_supports(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None):
+    if x.dtype in DTYPE and x.stride()[1] == 1 and w.is_contiguous() and sorted_token_ids.is_contiguous() and expert_ids.is_contiguous():
+        if slot_weights is None or slot_weights.is_contiguous():  # as usual: this runs in every call
+            return True
     lists = {"sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids, "slot_weights": slot_weights}
     return _refusal(x, {"x": x, "w": w}, lists)
 
 
 @shim.native(
     "grouped_gemm",
-    library=CPU,
-    symbols={"opshim_grouped_gemm": 7 * "p" + 11 * "i"},
+    library=(CPU, CUDA),
+    symbols={"opshim_grouped_gemm": 7 * "p" + 10 * "i"},
     supports=_grouped_supports,
 )
 def grouped_gemm(c, x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None):
@@ -103,7 +150,7 @@ def grouped_gemm(c, x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, 
         inner,
         x.stride(0),
         w.stride(0),
-        torch.get_num_threads(),
+        *where(x),
     )
     return y
 
@@ -114,7 +161,7 @@ def _sum_supports(y, topk_ids=None):
     return _refusal(y, {}, {"topk_ids": topk_ids})
 
 
-@shim.native("moe_sum", library=CPU, symbols={"opshim_moe_sum": "pppiiiiiii"}, supports=_sum_supports)
+@shim.native("moe_sum", library=(CPU, CUDA), symbols={"opshim_moe_sum": "pppiiiiii"}, supports=_sum_supports)
 def moe_sum(c, y, topk_ids=None):
     tokens, top_k, features = y.shape
     out = y.new_empty((tokens, features))
@@ -127,7 +174,7 @@ def moe_sum(c, y, topk_ids=None):
         top_k,
         features,
         *y.stride()[:2],
-        torch.get_num_threads(),
+        *where(y),
     )
     return out
 
@@ -135,6 +182,13 @@ def moe_sum(c, y, topk_ids=None):
 def _fused_supports(
     x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
 ):
+    if (  # as usual: this runs in every call
+        (x.dtype in DTYPE and x.stride()[1] == 1 and w1.is_contiguous() and w2.is_contiguous() and topk_weights.is_contiguous())
+        and topk_ids.is_contiguous()
+        and (w3 is None or w3.is_contiguous())
+        and (expert_map is None or expert_map.is_contiguous())
+    ):
+        return True
     rows = {"x": x, "w1": w1, "w2": w2} if w3 is None else {"x": x, "w1": w1, "w2": w2, "w3": w3}
     return _refusal(x, rows, {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map})
 
@@ -142,7 +196,7 @@ def _fused_supports(
 @shim.native(
     "fused_moe",
     library=CPU,
-    symbols={"opshim_fused_moe": 8 * "p" + 13 * "i"},
+    symbols={"opshim_fused_moe": 8 * "p" + 12 * "i"},
     supports=_fused_supports,
 )
 def fused_moe(
@@ -170,6 +224,53 @@ def fused_moe(
         w1.stride(0),
         w2.stride(0),
         0 if w3 is None else w3.stride(0),
-        torch.get_num_threads(),
+        *where(x),
+    )
+    return out
+
+
+def _scratch_bytes(slots: int, experts: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
+    """What lies between fused_moe's kernels: each slot's hidden row and result, the groups of slots and their tiles."""
+    rows = {torch.bfloat16: 2 * inner + 2 * hidden, torch.float16: 6 * inner + 4 * hidden}
+    tiles = min(slots, experts + slots // 8)
+    return slots * (rows.get(dtype, 4 * inner + 4 * hidden) + 8) + 32 * tiles + 8 * 256
+
+
+@shim.native(
+    "fused_moe",
+    library=CUDA,
+    symbols={"opshim_fused_moe": 9 * "p" + 13 * "i"},
+    supports=_fused_supports,
+)
+def fused_moe_cuda(
+    c, x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
+):
+    experts, hidden, inner = w2.shape
+    out = x.new_empty(x.shape)
+    size = _scratch_bytes(topk_ids.numel(), experts, inner, hidden, x.dtype)
+    scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
+    c.opshim_fused_moe(
+        x.data_ptr(),
+        w1.data_ptr(),
+        w2.data_ptr(),
+        _pointer(w3),
+        topk_weights.data_ptr(),
+        topk_ids.data_ptr(),
+        _pointer(expert_map),
+        out.data_ptr(),
+        scratch.data_ptr(),
+        DTYPE[x.dtype],
+        *topk_ids.shape,
+        experts,
+        inner,
+        hidden,
+        0 if expert_map is None else expert_map.shape[0],
+        apply_router_weight_on_input,
+        x.stride(0),
+        w1.stride(0),
+        w2.stride(0),
+        0 if w3 is None else w3.stride(0),
+        size,
+        *where(x),
     )
     return out

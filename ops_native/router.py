@@ -6,14 +6,14 @@ import torch
 
 import ops_reference.router  # noqa: F401  declares the op
 import shim
-from ops_native.libraries import CPU, DTYPE
+from ops_native.libraries import CPU, CUDA, DTYPE, where
 
 
-@shim.native("topk_softmax", library=CPU, symbols={"opshim_topk_softmax": "pppp" + "i" * 9})
+@shim.native("topk_softmax", library=(CPU, CUDA), symbols={"opshim_topk_softmax": "pppp" + "i" * 8})
 def topk_softmax(c, gating_output, topk, renormalize=True, correction_bias=None):
     tokens, experts = gating_output.shape
-    weights = torch.empty((tokens, topk), dtype=torch.float32)
-    ids = torch.empty((tokens, topk), dtype=torch.int32)
+    weights = torch.empty((tokens, topk), dtype=torch.float32, device=gating_output.device)
+    ids = torch.empty((tokens, topk), dtype=torch.int32, device=gating_output.device)
     bias = correction_bias
     c.opshim_topk_softmax(
         gating_output.data_ptr(),
@@ -27,6 +27,6 @@ def topk_softmax(c, gating_output, topk, renormalize=True, correction_bias=None)
         0 if bias is None else bias.stride(0),
         topk,
         renormalize,
-        torch.get_num_threads(),
+        *where(gating_output),
     )
     return weights, ids

@@ -200,12 +200,33 @@ def _check_attention(op, q, key_cache, value_cache, block_tables, seq_lens, scal
     return tokens, count, device
 
 
+def _usual(q, key_cache, value_cache, block_tables, seq_lens, scale, softcap, window, alibi_slopes, sequences) -> bool:
+    """Whether a call is plainly right, in one expression: it runs in every call. The checks below look at the others."""
+    try:
+        act, device, (_, heads, size), cache = q.dtype, q.get_device(), q.shape, key_cache.shape
+        _, _, kv_heads, cache_size = cache
+        return (
+            (act in NATIVE_ACT and key_cache.dtype is value_cache.dtype is act and alibi_slopes is None)
+            and block_tables.dtype is seq_lens.dtype is torch.int32
+            and key_cache.get_device() == value_cache.get_device() == device
+            and block_tables.get_device() == seq_lens.get_device() == device
+            and (value_cache.shape == cache and seq_lens.shape == (sequences,) and block_tables.shape[0] == sequences)
+            and (block_tables.dim() == 2 and cache_size == size and 1 <= size <= MAX_HEAD_SIZE)
+            and (kv_heads > 0 and heads % kv_heads == 0 and isinstance(scale, float | int))
+            and (softcap >= 0 and window >= 0)
+        )
+    except (AttributeError, TypeError, ValueError):  # no tensor, or another count of dimensions
+        return False
+
+
 @paged_attention_v2.checks
 def _check_decode(
     q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    op, shared = "paged_attention_v2", (softcap, window, alibi_slopes)
-    tokens, count, _ = _check_attention(op, q, key_cache, value_cache, block_tables, seq_lens, scale, *shared)
+    op, given = "paged_attention_v2", (q, key_cache, value_cache, block_tables, seq_lens, scale, softcap, window)
+    if isinstance(q, Tensor) and _usual(*given, alibi_slopes, q.shape[0]):
+        return
+    tokens, count, _ = _check_attention(op, *given, alibi_slopes)
     if count != tokens:
         refuse(op, "seq_lens", f"[{tokens}], one per row of q", seq_lens)
 
@@ -214,10 +235,14 @@ def _check_decode(
 def _check_prefill(
     q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    op, shared = "paged_prefill", (softcap, window, alibi_slopes)
-    _, count, device = _check_attention(op, q, key_cache, value_cache, block_tables, seq_lens, scale, *shared)
-    if need_tensor(op, "cu_seqlens_q", cu_seqlens_q, 1, INT32, device)[0] != count + 1:
-        refuse(op, "cu_seqlens_q", f"[{count + 1}], one more than sequences", cu_seqlens_q)
+    op, given = "paged_prefill", (q, key_cache, value_cache, block_tables, seq_lens, scale, softcap, window)
+    bounds = cu_seqlens_q
+    if isinstance(bounds, Tensor) and bounds.dtype is torch.int32 and bounds.dim() == 1:
+        if _usual(*given, alibi_slopes, bounds.shape[0] - 1) and bounds.get_device() == q.get_device():
+            return
+    _, count, device = _check_attention(op, *given, alibi_slopes)
+    if need_tensor(op, "cu_seqlens_q", bounds, 1, INT32, device)[0] != count + 1:
+        refuse(op, "cu_seqlens_q", f"[{count + 1}], one more than sequences", bounds)
 
 
 @reshape_and_cache.domain

@@ -42,7 +42,7 @@ def need_tensor(op: str, argument: str, value, dims: int, dtypes, device: int) -
     """
     try:
         shape = value.shape
-        if len(shape) == dims and value.dtype in dtypes and value.get_device() == device:
+        if value.dtype in dtypes and value.get_device() == device and len(shape) == dims:
             return shape
     except AttributeError:  # no tensor at all
         pass

@@ -24,6 +24,7 @@ from ops_reference.common import INT32, NATIVE_ACT, names_of, need_act, need_ten
 
 L2NORM_EPS = 1e-6
 BOOL = frozenset({torch.bool})
+_F32, _I32, _BOOL = torch.float32, torch.int32, torch.bool  # a look-up in torch each time would show
 
 
 @shim.op()
@@ -176,15 +177,16 @@ def _check_gating(a, b, A_log, dt_bias):
 @gdn_prefill.checks
 def _check_prefill(q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True):
     try:
-        act, device, gates, (n,) = q.dtype, q.get_device(), g.shape, state_indices.shape
+        act, device, qs = q.dtype, q.get_device(), q.shape
+        (T, H, K), (Tv, HV, V), (_, HVs, Vs, Ks), (n,) = qs, v.shape, state.shape, state_indices.shape
         if (
-            (act in NATIVE_ACT and k.dtype is v.dtype is act and (state.dtype is torch.float32 or state.dtype is act))
-            and (g.dtype is beta.dtype is torch.float32 and has_initial_state.dtype is torch.bool)
-            and state_indices.dtype is cu_seqlens.dtype is torch.int32
+            (act in NATIVE_ACT and k.dtype is v.dtype is act and (state.dtype is _F32 or state.dtype is act))
+            and (g.dtype is beta.dtype is _F32 and has_initial_state.dtype is _BOOL)
+            and state_indices.dtype is cu_seqlens.dtype is _I32
             and k.get_device() == v.get_device() == g.get_device() == beta.get_device() == state.get_device() == device
             and state_indices.get_device() == has_initial_state.get_device() == cu_seqlens.get_device() == device
-            and (has_initial_state.shape == (n,) and cu_seqlens.shape == (n + 1,) and beta.shape == gates)
-            and _core_fits(q.shape, k.shape, v.shape, state.shape, gates)
+            and (k.shape == qs and g.shape == beta.shape == (T, HV) and Tv == T and HVs == HV and Vs == V and Ks == K)
+            and (has_initial_state.shape == (n,) and cu_seqlens.shape == (n + 1,) and H > 0 and HV % H == 0)
             and (scale is None or isinstance(scale, float | int))
         ):
             return
@@ -196,34 +198,22 @@ def _check_prefill(q, k, v, g, beta, state, state_indices, has_initial_state, cu
 @gdn_decode.checks
 def _check_decode(q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1):
     try:
-        act, device, gates = q.dtype, q.get_device(), a.shape
-        rows, heads = gates
+        act, device, qs = q.dtype, q.get_device(), q.shape
+        (B, H, K), (Bv, HV, V), (_, HVs, Vs, Ks) = qs, v.shape, state.shape
         if (
             act in NATIVE_ACT
-            and (k.dtype is v.dtype is a.dtype is b.dtype is act and (state.dtype is torch.float32 or state.dtype is act))
-            and (A_log.dtype is dt_bias.dtype is torch.float32 and state_indices.dtype is torch.int32)
+            and (k.dtype is v.dtype is a.dtype is b.dtype is act and (state.dtype is _F32 or state.dtype is act))
+            and (A_log.dtype is dt_bias.dtype is _F32 and state_indices.dtype is _I32)
             and k.get_device() == v.get_device() == a.get_device() == b.get_device() == state.get_device() == device
             and A_log.get_device() == dt_bias.get_device() == state_indices.get_device() == device
-            and (b.shape == gates and A_log.shape == dt_bias.shape == (heads,) and state_indices.shape == (rows,))
-            and _core_fits(q.shape, k.shape, v.shape, state.shape, gates)
+            and (k.shape == qs and a.shape == b.shape == (B, HV) and Bv == B and HVs == HV and Vs == V and Ks == K)
+            and (A_log.shape == dt_bias.shape == (HV,) and state_indices.shape == (B,) and H > 0 and HV % H == 0)
             and (scale is None or isinstance(scale, float | int))
         ):
             return
     except (AttributeError, TypeError, ValueError):
         pass
     _explain_decode(q, k, v, a, b, A_log, dt_bias, state, state_indices, scale)
-
-
-def _core_fits(q, k, v, state, gates) -> bool:
-    """Whether the shapes are [T,H,K] twice, [T,HV,V], [S,HV,V,K] and [T,HV], with H dividing HV."""
-    tokens, heads, key_size = q
-    rows, value_heads, value_size = v
-    _, state_heads, state_rows, state_columns = state
-    return (
-        (k == q and gates == (tokens, value_heads) and rows == tokens)
-        and (state_heads == value_heads and state_rows == value_size and state_columns == key_size)
-        and (heads > 0 and value_heads % heads == 0)
-    )
 
 
 def _explain_prefill(q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale):

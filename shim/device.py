@@ -72,6 +72,16 @@ def _cuda(device: torch.device) -> Device:
     )
 
 
+@functools.cache
+def cuda_archs() -> tuple[str, ...]:
+    """The archs of this machine's GPUs as nvcc names them ("90a", "86"): with the "a", whose instructions are that
+    arch's own, where it exists for wgmma. Empty without a GPU."""
+    if not torch.cuda.is_available():
+        return ()
+    found = {torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())}
+    return tuple(f"{major}{minor}{'a' if (major, minor) == (9, 0) else ''}" for major, minor in sorted(found))
+
+
 def _cuda_driver() -> str:
     version = Path("/proc/driver/nvidia/version")
     return version.read_text().splitlines()[0] if version.exists() else "unknown"

@@ -311,11 +311,14 @@ class Chain:
                 self._warn("refused", f"a call was served by {server.label}, as {one.label} does not take it: {reason}")
 
     def _failed(self, one: Candidate, error: Exception, args) -> None:
-        """Counts a failure; raises where the policy lets nobody else answer."""
+        """Counts a failure; raises where the policy lets nobody else answer. Outside the op's domain, where the
+        reference serves, a provider that raises instead of refusing has not failed."""
         if isinstance(error, OpArgumentError):
             raise error
-        counters.values[one.slot + FAILURES] += 1
         sticky = is_sticky(error)
+        if not sticky and one is not self.reference and self.op.in_domain(*args) is not True:
+            return
+        counters.values[one.slot + FAILURES] += 1
         if sticky or not self.falls_back or one is self.reference:
             raise OpExecutionError(
                 f"{self.op.name}: {one.label} failed on {self.device}: {type(error).__name__}: {error}"

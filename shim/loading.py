@@ -38,6 +38,7 @@ log = logging.getLogger("opshim")
 ABSENT = "not there"
 MARK = b"OPSHIM_BUILD_INFO"
 STATUS = {1: "dtype not supported", 2: "out of memory", 3: "bad argument"}  # enum Status of opshim.h
+CUDA_ERROR = 1000  # added to CUDA's own codes
 _CODES = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "d": ctypes.c_double}
 _MACHINES = {3: "i386", 40: "arm", 62: "x86_64", 183: "aarch64", 243: "riscv64", 21: "ppc64le", 22: "s390x"}
 
@@ -87,10 +88,19 @@ class Found:
 
 
 class NativeLibrary:
-    """The native library of one device type. `suffix()` is appended to every C function's name."""
+    """The native library of one device type. `tail`: the codes of the arguments that all its functions end with.
+    `suffix()` is appended to every C function's name; `unfit(arch)` says why a library built for these archs cannot
+    serve on this machine's device, or "" where it can."""
 
-    def __init__(self, device: str, spec: Spec, suffix: Callable[[], str] = str):
-        self.device, self.spec, self.suffix = device, spec, suffix
+    def __init__(
+        self,
+        device: str,
+        spec: Spec,
+        tail: str = "",
+        suffix: Callable[[], str] = str,
+        unfit: Callable[[str], str] = lambda arch: "",
+    ):
+        self.device, self.spec, self.tail, self.suffix, self.unfit = device, spec, tail, suffix, unfit
         self._lock = threading.RLock()
         self.reset()
 
@@ -158,10 +168,14 @@ class NativeLibrary:
         identity = self.identity()
         if isinstance(identity, BuildError):
             return str(identity)
-        return examine(path, identity) or load(path, identity)
+        loaded = examine(path, identity) or load(path, identity)
+        return loaded if isinstance(loaded, str) else self.unfit(loaded.info.get("arch", "")) or loaded
 
     def _compile(self) -> tuple[Loaded | str, str]:
         identity, folder = self.identity(), self.cache()
+        hopeless = self.unfit(identity.arch) if isinstance(identity, Identity) else ""
+        if hopeless:
+            return hopeless, ""
         failure = self._failed.get(identity.key, "") if isinstance(identity, Identity) else str(identity)
         if not failure:
             log.info("compiling %s into %s", self.spec.filename, folder)
@@ -192,9 +206,15 @@ def _wrap(raw, name: str, codes: str) -> Callable:
     def call(*args):
         status = raw(*args)
         if status:
-            raise RuntimeError(f"{name} returned status {status} ({STATUS.get(status, 'unknown')})")
+            raise RuntimeError(f"{name} returned status {status} ({_status(status)})")
 
     return call
+
+
+def _status(status: int) -> str:
+    if status > CUDA_ERROR:
+        return f"CUDA error {status - CUDA_ERROR}: {torch.cuda.cudart().cudaGetErrorString(status - CUDA_ERROR)}"
+    return STATUS.get(status, "unknown")
 
 
 def user_cache() -> Path:

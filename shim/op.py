@@ -130,7 +130,7 @@ class Op:
             chain = self.chains[(args[0] if args else kwargs[self._first]).device]
         except (KeyError, AttributeError):
             chain = self._resolve(args, kwargs)
-        return chain.call(*args, **kwargs)
+        return chain.call(*args, **kwargs) if kwargs else chain.call(*args)  # an empty dict costs, too
 
     def _resolve(self, args, kwargs):
         try:
@@ -214,12 +214,16 @@ def implementation(
 def native(op: str, *, library, symbols: dict[str, str], supports: Callable | None = None) -> Callable:
     """Registers a native binding: the reference's signature behind a first parameter `c`, the library's C functions.
 
-    symbols: C function name -> argument codes, one letter each: p pointer, i int64_t, d double. All return int, 0 for
-    success. The op is unavailable, alone and with that reason, where the library lacks one of them.
+    library: the NativeLibrary, or a tuple of them (one per device type) where one binding serves several.
+    symbols: C function name -> argument codes, one letter each: p pointer, i int64_t, d double; the library's own last
+    arguments (`NativeLibrary.tail`) are left out. All return int, 0 for success. The op is unavailable, alone and with
+    that reason, where the library lacks one of them.
     """
 
     def register(function: Callable) -> Callable:
-        _register(Implementation(op, "native", library.device, function, supports, library, symbols), skip=1)
+        for one in library if isinstance(library, tuple) else (library,):
+            codes = {name: code + one.tail for name, code in symbols.items()}
+            _register(Implementation(op, "native", one.device, function, supports, one, codes), skip=1)
         return function
 
     return register

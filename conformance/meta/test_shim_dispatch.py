@@ -121,6 +121,17 @@ def test_outside_the_domain_the_reference_serves_and_it_is_counted(op, mode, cap
     assert not caplog.records
 
 
+def test_raising_outside_the_domain_is_no_failure_of_the_provider(op, caplog):
+    def run(x, times=1):
+        raise KeyError(x.dtype)
+
+    shim.implementation(op.name, provider="p")(run)
+    with using(Policy("strict")):
+        assert op(X.double())[0].item() == 2.0
+    assert counts(op) == {"reference": (1, 0, 0, 1)}
+    assert not caplog.records
+
+
 def test_refusal_inside_the_domain_is_an_error_under_strict(op):
     provider(op, "p", supports=lambda x, times=1: "needs an even size")
     with using(Policy("strict")), pytest.raises(shim.OpUnavailableError, match="p: needs an even size"):
