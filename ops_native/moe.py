@@ -115,9 +115,11 @@ def moe_align_block_size_cuda(c, topk_ids, block_size, num_experts, expert_map=N
 
 
 def _grouped_supports(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, block_size, top_k, slot_weights=None):
-    if x.dtype in DTYPE and x.stride()[1] == 1 and w.is_contiguous() and sorted_token_ids.is_contiguous() and expert_ids.is_contiguous():
-        if slot_weights is None or slot_weights.is_contiguous():  # as usual: this runs in every call
-            return True
+    if (  # as usual: this runs in every call
+        (x.dtype in DTYPE and x.stride()[1] == 1 and w.is_contiguous() and sorted_token_ids.is_contiguous())
+        and (expert_ids.is_contiguous() and (slot_weights is None or slot_weights.is_contiguous()))
+    ):
+        return True
     lists = {"sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids, "slot_weights": slot_weights}
     return _refusal(x, {"x": x, "w": w}, lists)
 

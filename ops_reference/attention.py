@@ -237,9 +237,12 @@ def _check_prefill(
 ):
     op, given = "paged_prefill", (q, key_cache, value_cache, block_tables, seq_lens, scale, softcap, window)
     bounds = cu_seqlens_q
-    if isinstance(bounds, Tensor) and bounds.dtype is torch.int32 and bounds.dim() == 1:
-        if _usual(*given, alibi_slopes, bounds.shape[0] - 1) and bounds.get_device() == q.get_device():
-            return
+    if (
+        (isinstance(bounds, Tensor) and bounds.dtype is torch.int32 and bounds.dim() == 1)
+        and _usual(*given, alibi_slopes, bounds.shape[0] - 1)
+        and bounds.get_device() == q.get_device()
+    ):
+        return
     _, count, device = _check_attention(op, *given, alibi_slopes)
     if need_tensor(op, "cu_seqlens_q", bounds, 1, INT32, device)[0] != count + 1:
         refuse(op, "cu_seqlens_q", f"[{count + 1}], one more than sequences", bounds)

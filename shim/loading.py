@@ -29,7 +29,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Protocol
 
-import torch  # noqa: F401  brings the OpenMP runtime that native libraries are linked against
+import torch  # brings the OpenMP runtime that native libraries are linked against
 
 from shim.errors import BuildError
 
