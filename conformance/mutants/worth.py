@@ -176,25 +176,25 @@ def worth(ops: Sequence[str] = (), out: Path | None = RESULT) -> str:
 
     def row(label: str, of: list[tuple[str, str]]) -> str:
         counts = [str(sum(bool(found[one][n]) for one in of)) if _installed(n) else "not installed" for n in NAMES]
-        return _line([label, str(len(of)), *counts])
+        return table_line([label, str(len(of)), *counts])
 
-    heads = [_line(["op", "mutants", *NAMES]), _line(["---", *["---:"] * (1 + len(NAMES))])]
+    heads = [table_line(["op", "mutants", *NAMES]), table_line(["---", *["---:"] * (1 + len(NAMES))])]
     rows = [row(op, [one for one in tried if one[0] == op and one[1] != "another_route"]) for op in ops]
     total = row("all", [one for one in tried if one[1] != "another_route"])
     right = row("right, yet convicted", [one for one in tried if one[1] == "another_route"])
     table = "\n".join([*heads, *rows, total, right])
     print(table)
     if out:
-        each = [_line(["op", "mutant", "its fault", *NAMES]), _line(["---"] * (3 + len(NAMES)))]
+        each = [table_line(["op", "mutant", "its fault", *NAMES]), table_line(["---"] * (3 + len(NAMES)))]
         for mutant in mutants:
             marks = [found[mutant.op, mutant.name].get(name, "") for name in NAMES]
-            each.append(_line([mutant.op, mutant.name, mutant.fault, *marks]))
+            each.append(table_line([mutant.op, mutant.name, mutant.fault, *marks]))
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(REPORT.format(table=table, each="\n".join(each)))
     return table
 
 
-def _line(cells: Sequence[str]) -> str:
+def table_line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
