@@ -112,13 +112,16 @@ def build(folder, arch):
 )
 @FILES
 @DEVICE
+@click.option("--cold", is_flag=True, help="Seconds to each op's first result in a fresh process, instead.")
 @click.option("--threads", default=2, show_default=True, help="Threads of the CPU ops.")
 @JSON
 def bench(ops, **options):
-    """Measure how much faster than the references the ops are, and what the shim adds per call.
+    """Measure how fast the ops are, and what the shim adds per call: on a CPU next to the references, on a GPU next to
+    other providers and the floor of the hardware.
 
     \b
     Example:  python runner.py bench --device cpu
+              python runner.py bench --device cuda --provider native --provider vllm --json bench.json
               python runner.py bench --op moe_sum --provider native --provider mylib --provider-file mylib.py
     """
     from conformance.perf.bench import bench

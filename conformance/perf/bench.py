@@ -20,6 +20,7 @@ import torch
 import shim
 from conformance import report
 from conformance.case import Case
+from conformance.perf.cold import cold as first_results
 from conformance.perf.sizes import LAYER, TINY
 from conformance.run import Target
 from conformance.selection import Selection
@@ -37,8 +38,10 @@ def bench(
     provider_files: Sequence[str] = (),
     threads: int = 2,
     json_out: str | None = None,
+    cold: bool = False,
 ) -> int:
-    """Prints both tables; json_out: the same as JSON. 0, or 2 for an unknown op, provider or device."""
+    """Prints both tables; json_out: the same as JSON. cold: the time to first results instead. 0, or 2 for an unknown
+    op, provider or device."""
     try:
         for provider in providers:
             selection = Selection.make(ops, provider, provider_files, device)
@@ -46,6 +49,13 @@ def bench(
         print(f"bench: {error}", file=sys.stderr)
         return 2
     names = [name for name in LAYER if name in (ops or shim.names())]
+    if cold:
+        rows = first_results(names, selection.devices[0])
+        if json_out:
+            report.save(Path(json_out), {"schema": 1, "environment": report.environment(device), "cold": rows})
+        return 0
+    if selection.devices[0] == "cuda":
+        return on_gpu(names, providers, json_out)
     with threads_of_torch(threads):
         speed = list(printed(speeds(names, selection.devices[0], providers), providers))
     with threads_of_torch(1):
@@ -54,6 +64,21 @@ def bench(
         where = report.environment(device)
         document = {"schema": 1, "environment": where, "threads": threads, "speed": speed, "overhead": overhead}
         report.save(Path(json_out), document)
+    return 0
+
+
+def on_gpu(names: Sequence[str], providers: Sequence[str], json_out: str | None) -> int:
+    """The same for a GPU, where the floor takes the reference's place; json_out ends in .json, a plot lies beside it."""
+    from conformance.perf import gpu, plot
+
+    ceilings = gpu.Ceilings.measure()
+    print(f"ceilings: copy {ceilings.copy / 1e12:.2f} TB/s, float16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s")
+    speed = list(gpu.printed(gpu.rows(names, providers, ceilings), providers))
+    overhead = list(printed_overheads(overheads(names, "cuda")))
+    if json_out:
+        document = {"schema": 1, "environment": report.environment("cuda"), "ceilings": vars(ceilings)}
+        report.save(Path(json_out), document | {"speed": speed, "overhead": overhead})
+        Path(json_out).with_suffix(".svg").write_text(plot.svg(speed, list(providers)))
     return 0
 
 
