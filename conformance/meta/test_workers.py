@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from conformance import workers
 
@@ -121,3 +122,30 @@ def test_every_failure_has_a_replay_file(bad_run):
         assert bool(case["replay"]) == (case["status"] == "fail")
         if case["replay"]:
             assert json.loads(Path(case["replay"]).read_text())["case"] == case["case"]
+
+
+LOST = """
+import torch
+import shim
+import ops_reference
+
+@shim.implementation("moe_sum", provider="mine")
+def moe_sum(y, topk_ids=None):
+    if y.shape == (5, 4, 17):
+        torch.zeros(4, device=y.device)[torch.full((1,), 99, device=y.device)].sum().item()
+    return shim.get("moe_sum").reference(y, topk_ids)
+"""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+def test_a_case_that_loses_the_gpu_fails_alone(tmp_path):
+    (tmp_path / "mine.py").write_text(LOST)
+    given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={tmp_path}"]
+    few = ["-k", "odd_n and f32", "--device=cuda", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", *given, *few]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    cases = json.loads((tmp_path / "moe_sum.mine.cuda.json").read_text())["cases"]
+    assert [case["sizes"]["N"] for case in cases if case["status"] == "fail"] == [17]
+    assert next(case["reason"] for case in cases if case["status"] == "fail") == "poisoned_device"
+    assert sum(case["status"] == "pass" for case in cases) == len(cases) - 1
