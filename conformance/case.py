@@ -83,6 +83,8 @@ class Case:
 
 def _text(value) -> str:
     if isinstance(value, list | tuple):
+        if len(value) > 3 and len(set(value)) == 1:
+            return f"{len(value)}x{_text(value[0])}"
         text = "+".join(map(_text, value))
         return text if len(text) <= 40 else f"{text[:24]}~{zlib.crc32(text.encode()):08x}"
     return str(value).removeprefix("torch.")

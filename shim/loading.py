@@ -213,7 +213,9 @@ def _wrap(raw, name: str, codes: str) -> Callable:
 
 def _status(status: int) -> str:
     if status > CUDA_ERROR:
-        return f"CUDA error {status - CUDA_ERROR}: {torch.cuda.cudart().cudaGetErrorString(status - CUDA_ERROR)}"
+        runtime = torch.cuda.cudart()
+        text = runtime.cudaGetErrorString(runtime.cudaError(status - CUDA_ERROR))
+        return f"CUDA error {status - CUDA_ERROR}: {text}"
     return STATUS.get(status, "unknown")
 
 

@@ -72,7 +72,7 @@ def on_gpu(names: Sequence[str], providers: Sequence[str], json_out: str | None)
     from conformance.perf import gpu, plot
 
     ceilings = gpu.Ceilings.measure()
-    print(f"ceilings: copy {ceilings.copy / 1e12:.2f} TB/s, float16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s")
+    print(f"ceilings: memory {ceilings.memory / 1e12:.2f} TB/s, float16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s")
     speed = list(gpu.printed(gpu.rows(names, providers, ceilings), providers))
     overhead = list(printed_overheads(overheads(names, "cuda")))
     if json_out:

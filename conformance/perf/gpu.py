@@ -2,7 +2,8 @@
 
 Calls are captured into one graph, each on inputs of its own as far as it takes to leave the L2 cache, and the graph is
 replayed; a provider that cannot be captured is timed call by call, and marked. Floors come from two ceilings measured
-in the same run, a large copy and a large float16 matmul: the larger of bytes over the one and operations over the other.
+in the same run, of a large copy or sum and of a large float16 matmul: the larger of bytes over the one and operations
+over the other.
 """
 
 from __future__ import annotations
@@ -27,22 +28,28 @@ REPLAYS, SECONDS = 30, 0.25
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What this device reaches: bytes per second of a copy (read and written), operations per second of a matmul."""
+    """What this device reaches: bytes per second, the most of a copy (read and written) and of a sum (read); operations
+    per second of a float16 matmul."""
 
-    copy: float
+    memory: float
     matmul: float
 
     @classmethod
     def measure(cls) -> Ceilings:
-        source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda").random_()
+        source = torch.randn(1 << 29, device="cuda")
         target = torch.empty_like(source)
-        seconds = time_calls([lambda: target.copy_(source)])[0] / 1e6
+        copied = 2 * source.nbytes / _seconds(lambda: target.copy_(source))
+        summed = source.nbytes / _seconds(source.sum)
         a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.float16) for _ in range(2))
         product = torch.empty_like(a)
-        return cls(2 * source.nbytes / seconds, 2 * 8192**3 / (time_calls([lambda: torch.mm(a, b, out=product)])[0] / 1e6))
+        return cls(max(copied, summed), 2 * 8192**3 / _seconds(lambda: torch.mm(a, b, out=product)))
 
     def floor_us(self, traffic: int, operations: int) -> float:
-        return 1e6 * max(traffic / self.copy, operations / self.matmul)
+        return 1e6 * max(traffic / self.memory, operations / self.matmul)
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    return time_calls([call])[0] / 1e6
 
 
 def rows(names: Sequence[str], providers: Sequence[str], ceilings: Ceilings) -> Iterator[dict[str, Any]]:
@@ -126,7 +133,7 @@ def _median(run: Callable[[], Any], replays: int = REPLAYS) -> float:
 def printed(found: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Passes the rows on, printing each: microseconds, and of the first provider how it stands to floor and best other."""
     heads = "".join(f"{provider:>12}" for provider in providers)
-    print(f"{'op':22}{'size':44}{'floor us':>10}{heads}{'x floor':>9}{'x best other':>14}")
+    print(f"{'op':22}{'size':50}{'floor us':>10}{heads}{'x floor':>9}{'x best other':>14}")
     for row in found:
         cells, notes = "", []
         for provider, one in row["providers"].items():
@@ -135,10 +142,10 @@ def printed(found: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterat
             notes += [f"{provider}: {one['reason']}"] if one["reason"] and "has no" not in one["reason"] else []
         first, *others = (one["us"] for one in row["providers"].values())
         others = [us for us in others if us]
-        row["to_floor"] = first and first / max(row["floor_us"], 1e-9)
+        row["to_floor"] = first and first / row["floor_us"]
         row["to_best_other"] = first / min(others) if first and others else None
-        cells += f"{row['to_floor']:9.2f}" if first else f"{'':9}"
+        cells += f"{row['to_floor']:9.1f}" if first and row["to_floor"] < 1000 else f"{'':9}"
         cells += f"{row['to_best_other']:14.2f}" if row["to_best_other"] else ""
-        print(f"{row['op']:22}{row['size']:44}{row['floor_us']:10.2f}{cells}  {'; '.join(notes)[:160]}".rstrip(), flush=True)
+        print(f"{row['op']:22}{row['size']:50}{row['floor_us']:10.2f}{cells}  {'; '.join(notes)[:160]}".rstrip(), flush=True)
         yield row
     print("* timed call by call: it cannot be captured into a graph")

@@ -191,7 +191,7 @@ def _supports_decode(
 def gdn_decode(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1
 ):
-    """Padding is slot 0 there (the null block), which it never serves."""
+    """Padding is slot 0 there (the null block), which it never serves, and negative ones."""
     from vllm.model_executor.layers.fla.ops import fused_sigmoid_gating_delta_rule_update
 
     o, _ = fused_sigmoid_gating_delta_rule_update(
@@ -205,14 +205,20 @@ def gdn_decode(
         scale=scale,
         initial_state=state,
         inplace_final_state=True,
-        cu_seqlens=torch.arange(len(q) + 1, device=q.device, dtype=torch.int32),
-        ssm_state_indices=state_indices.masked_fill(state_indices == null_index, 0),
+        cu_seqlens=_one_each(len(q), q.device),
+        ssm_state_indices=state_indices if null_index <= 0 else state_indices.masked_fill(state_indices == null_index, 0),
         use_qk_l2norm_in_kernel=l2norm,
     )
     return o[0]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _one_each(sequences: int, device: torch.device) -> Tensor:
+    """cu_seqlens of sequences with one token each: kept, as vLLM keeps it."""
+    return torch.arange(sequences + 1, device=device, dtype=torch.int32)
 
 
 @cache
@@ -288,6 +294,5 @@ def paged_prefill(
 def paged_attention_v2(
     q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    bounds = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32)
     features = (scale, softcap, window, alibi_slopes)
-    return _flash(q, (key_cache, value_cache), block_tables, bounds, 1, seq_lens, *features)
+    return _flash(q, (key_cache, value_cache), block_tables, _one_each(len(q), q.device), 1, seq_lens, *features)
