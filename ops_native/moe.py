@@ -82,7 +82,7 @@ def _align_supports_cuda(topk_ids, block_size, num_experts, expert_map=None):
 def _align_chunks(slots: int, experts: int) -> int:
     """Into how many chunks moe_align.cu cuts the slots: one while they fit, else enough to keep a GPU busy."""
     most = 256 * min(32, 32768 // experts)  # slots that a block of threads can take
-    return 1 if slots <= most else max(-(-slots // most), min(64, slots // 1024))
+    return 1 if slots <= min(most, 2048) else max(-(-slots // most), min(64, slots // 1024))
 
 
 @shim.native(
@@ -233,9 +233,9 @@ def fused_moe(
 
 def _scratch_bytes(slots: int, experts: int, inner: int, hidden: int, dtype: torch.dtype) -> int:
     """What lies between fused_moe's kernels: each slot's hidden row and result, the groups of slots and their tiles."""
-    rows = {torch.bfloat16: 2 * inner + 2 * hidden, torch.float16: 6 * inner + 4 * hidden}
-    tiles = min(slots, experts + slots // 8)
-    return slots * (rows.get(dtype, 4 * inner + 4 * hidden) + 8) + 32 * tiles + 8 * 256
+    result = 2 if dtype is torch.bfloat16 and slots * hidden > 1 << 23 else 4
+    row = (6 if dtype is torch.float16 else 4) * inner + result * hidden
+    return slots * (row + 8) + 32 * min(slots, experts + slots // 8) + 8 * 256
 
 
 @shim.native(

@@ -1,31 +1,51 @@
 // moe_sum: out[t] = sum over k of y[t,k], in float32, without the slots of negative ids.
 //
-// Bound by reading y once: T k N elements. Each thread owns 16 bytes of a row's columns and walks over the k slots; the
-// loads of all slots are independent, so eight experts are eight loads in flight.
+// Bound by reading y once: T k N elements. Each thread owns 16 bytes of a row's columns. It loads them from a batch of
+// slots before it adds the first, so that all are in flight at once; a slot that does not count is not read.
 #include "opshim.cuh"
 
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kBatch = 8;  // slots in flight per thread
+constexpr int kBlocksPerSM = 7;            // leaves the registers for them
 
 template <class T, int N>
-__global__ void __launch_bounds__(kThreads) sum_kernel(
+__global__ void __launch_bounds__(kThreads, kBlocksPerSM) sum_kernel(
     const T* y, const int32_t* ids, T* out, int top_k, int64_t features, int64_t token_stride, int64_t slot_stride) {
+  using Chunk = Pack<T, N>;
   const int64_t token = blockIdx.x, column = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * N;
   if (column >= features) return;
+  const T* slot = y + token * token_stride + column;
+  if (ids) ids += token * top_k;
   float sum[N] = {};
-  const T* row = y + token * token_stride + column;
-#pragma unroll 8
-  for (int j = 0; j < top_k; ++j) {
-    if (ids && ids[token * top_k + j] < 0) continue;
-    const Pack<T, N> values = *(const Pack<T, N>*)(row + j * slot_stride);
+  for (int begin = 0; begin < top_k; begin += kBatch) {
+    int id[kBatch];
+    Chunk values[kBatch];
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum[i] += to_f32(values.at[i]);
+    for (int j = 0; j < kBatch; ++j) {
+      id[j] = begin + j < top_k ? 0 : -1;
+      if (ids && begin + j < top_k) id[j] = ids[begin + j];
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      values[j] = Chunk{};
+      if (id[j] >= 0) values[j] = *(const Chunk*)slot;
+      slot += slot_stride;
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j)
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum[i] += to_f32(values[j].at[i]);
   }
-  Pack<T, N> result;
+  Chunk result;
 #pragma unroll
   for (int i = 0; i < N; ++i) result.at[i] = from_f32<T>(sum[i]);
-  *(Pack<T, N>*)(out + token * features + column) = result;
+  T* to = out + token * features + column;
+  if constexpr (sizeof(Chunk) == 16) {
+    __stwb((uint4*)to, reinterpret_cast<const uint4&>(result));  // one store; the compiler would make it four
+  } else {
+    *(Chunk*)to = result;
+  }
 }
 
 }  // namespace
