@@ -51,6 +51,7 @@ def main():
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, type=int)
 @click.option("--require-certified", is_flag=True, help="Serve only what `conform` has passed on this device.")
+@click.option("--request-policy", metavar="RULE,RULE", help="Rules for requests, none unless named; see README.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [VLLM OPTIONS]...")
 def serve(arguments, **options):
     """Run vLLM's server with opshim's ops.
@@ -65,6 +66,7 @@ def serve(arguments, **options):
     \b
     Example:  python runner.py serve --port 8001 --dtype float16
               python runner.py serve ~/models/mine --policy auto --provider moe_sum=reference --max-model-len 8192
+              python runner.py serve --request-policy clamp_max_tokens,no_thinking_when_short,refuse_large_n
     """
     from shim.vllm_plugin.serve import serve
 
@@ -87,6 +89,23 @@ def ops(as_json, **options):
     from shim.startup import chain_table
 
     click.echo(chain_table(as_json=as_json, **options))
+
+
+@main.command()
+@click.argument("url")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(url, as_json):
+    """Show what each op of a running server did: who answers, failures, refusals, answers that were not finite.
+
+    \b
+    Exit code: 0 all is well, 1 a breaker is open or an answer was not finite, 2 nobody answers.
+
+    \b
+    Example:  python runner.py status http://127.0.0.1:8000
+    """
+    from shim.vllm_plugin.status import status
+
+    sys.exit(status(url, as_json))
 
 
 @main.command()
@@ -153,6 +172,27 @@ def conform(ops, certificates, **options):
     from shim.certificates import folders
 
     sys.exit(conform(ops, certificates_dir=certificates or folders()[0], **options))
+
+
+@main.command("conform-server")
+@click.argument("url", metavar="URL")
+@click.option("--check", "names", multiple=True, metavar="NAME", help="Only this check (repeatable; default: all).")
+@JSON
+def conform_server(url, **options):
+    """Check from outside what the server at URL promises its clients: lengths, streams, usage, tools, refusals, load.
+
+    Sends about 350 requests, so best to a server that does nothing else. OPENAI_API_KEY is sent as the key.
+
+    \b
+    Exit code: 0 all passed (what the server lacks is skipped, with the reason), 1 any failure, 2 wrong usage.
+
+    \b
+    Example:  python runner.py conform-server http://127.0.0.1:8000
+              python runner.py conform-server http://127.0.0.1:8000 --check stop_strings --json result.json
+    """
+    from conformance.serving.conform_server import conform_server
+
+    sys.exit(conform_server(url, **options))
 
 
 @main.command()

@@ -20,7 +20,18 @@ from shim import certificates, table
 from shim import policy as policies
 from shim.certificates import NOT_ASKED, Certificate
 from shim.errors import BuildError, OpArgumentError, OpExecutionError, OpUnavailableError, UnknownNameError
-from shim.health import CALLS, FAILURES, OUTSIDE, REFUSALS, Breaker, counters
+from shim.health import (
+    CALLS,
+    FAILURES,
+    IS_CERTIFIED,
+    IS_OPEN,
+    IS_SELECTED,
+    OUTSIDE,
+    REFUSALS,
+    Breaker,
+    counters,
+    watched,
+)
 from shim.loading import Found, Loaded
 from shim.op import Implementation, Op, get, names
 from shim.policy import Policy
@@ -119,6 +130,8 @@ class Chain:
             for one in self.candidates:
                 one.slot = counters.slot(op.name, one.label)
                 one.breaker.clock = clock
+                if one.function is not None:
+                    one.function = watched(one.function, op.name, one.label, one.slot)
         self.reference = self.candidates[-1]
         self.order = [one for one in self.candidates if one.resolved == READY and one is not self.reference]
         if "reference" in (self.choice, self.choice or self.policy.mode):
@@ -126,6 +139,9 @@ class Chain:
         self.selected = self.order[0] if self.order else self.reference if self.falls_back else None
         if self.selected is not None:
             self.selected.resolved = SELECTED
+        for one in self.candidates:
+            counters.values[one.slot + IS_SELECTED] = one is self.selected
+            counters.values[one.slot + IS_CERTIFIED] = one.certificate.valid
         if not self._allows("reference"):
             self.reference.reason = "only for calls outside the op's domain"
         self.retry_at = clock() + RETRY_SECONDS
@@ -279,6 +295,7 @@ class Chain:
             counters.values[one.slot + CALLS] += 1
             if one.breaker.failures:
                 one.breaker.succeeded()
+                counters.values[one.slot + IS_OPEN] = 0
                 self._install()
             self._note(refused, one)
             return result
@@ -326,6 +343,7 @@ class Chain:
                 f"called with\n{describe(self.op, args)}"
             ) from error
         one.breaker.failed()
+        counters.values[one.slot + IS_OPEN] = one.breaker.is_open()
         self._warn(
             "failed",
             f"{one.label} failed and the next candidate answers; it is tried again, after {one.breaker.limit} failures "

@@ -2,31 +2,38 @@
 
 Counters live in a memory-mapped file per process under OPSHIM_RUN_DIR (in anonymous memory where it is not set), so a
 worker that dies by SIGKILL still leaves its numbers. A file is an array of 256-byte records: the first holds MAGIC,
-each further one eight uint64 counters (one per event of EVENTS, rest spare) and the name "op\\0candidate".
+each further one eight uint64 counters (one per entry of EVENTS, then what the chain decided) and the name "op\\0candidate".
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from shim.errors import OpshimError
 
 log = logging.getLogger("opshim")
 
 MAGIC = b"opshim counters 1"
-EVENTS = ("calls", "failures", "refusals", "outside_domain")
-CALLS, FAILURES, REFUSALS, OUTSIDE = range(len(EVENTS))
+EVENTS = ("calls", "failures", "refusals", "outside_domain", "non_finite", "breaker_open")
+CALLS, FAILURES, REFUSALS, OUTSIDE, NON_FINITE, IS_OPEN = range(len(EVENTS))
+IS_SELECTED, IS_CERTIFIED = 6, 7  # what the chain decided, beside what happened
+WATCH = "OPSHIM_WATCH_NON_FINITE"
 _RECORD, _LANES, _NAME, _RECORDS = 256, 32, 64, 4096  # bytes and uint64 lanes per record, offset of the name, capacity
 
 
 class Row(NamedTuple):
     """Counts of one candidate of one op: calls it answered, calls it raised on, calls that its guard refused though
-    they were inside the op's domain, and calls it answered because they were outside of it (the reference only)."""
+    they were inside the op's domain, calls it answered because they were outside of it (the reference only), answers
+    with NaN or infinity (where they are watched), and processes in which its breaker is open now."""
 
     op: str
     candidate: str
@@ -34,6 +41,17 @@ class Row(NamedTuple):
     failures: int
     refusals: int
     outside_domain: int
+    non_finite: int = 0
+    breaker_open: int = 0
+
+
+class Standing(NamedTuple):
+    """In how many processes the chain selected a candidate, and in how many a certificate holds for it."""
+
+    op: str
+    candidate: str
+    selected: int
+    certified: int
 
 
 class Counters:
@@ -62,7 +80,7 @@ class Counters:
         self._open(run_dir)
         for (op, candidate), index in self._slots.items():
             self._name(index, op, candidate)
-            for lane in range(index, index + len(EVENTS)):
+            for lane in range(index, index + IS_CERTIFIED + 1):
                 self.values[lane] = before[lane]
 
     def after_fork(self) -> None:
@@ -98,17 +116,18 @@ class Counters:
 
 
 def _rows(data) -> list[Row]:
-    rows = []
+    return [Row(*key, *lanes[: len(EVENTS)]) for key, lanes in _records(data) if any(lanes[: len(EVENTS)])]
+
+
+def _records(data) -> Iterator[tuple[tuple[str, str], list[int]]]:
+    """((op, candidate), its eight counters) of each record."""
     view = memoryview(data)
     for start in range(_RECORD, len(view), _RECORD):
         name = bytes(view[start + _NAME : start + _RECORD]).rstrip(b"\0").decode(errors="replace")
         if not name:
             break
-        counts = view[start : start + _NAME].cast("Q").tolist()[: len(EVENTS)]
-        if any(counts):
-            op, _, candidate = name.partition("\0")
-            rows.append(Row(op, candidate, *counts))
-    return rows
+        op, _, candidate = name.partition("\0")
+        yield (op, candidate), view[start : start + _NAME].cast("Q").tolist()
 
 
 counters = Counters()
@@ -120,16 +139,52 @@ def summary(run_dir: str | os.PathLike | None = None) -> list[Row]:
     without those that are zero; in order of first appearance per op."""
     if run_dir is None:
         return counters.rows()
+    return [Row(*key, *lanes[: len(EVENTS)]) for key, lanes in _totals(run_dir) if any(lanes[: len(EVENTS)])]
+
+
+def standings(run_dir: str | os.PathLike) -> list[Standing]:
+    """What the chains of all processes under `run_dir` selected."""
+    return [Standing(*key, *lanes[IS_SELECTED:]) for key, lanes in _totals(run_dir) if lanes[IS_SELECTED]]
+
+
+def _totals(run_dir: str | os.PathLike) -> list[tuple[tuple[str, str], list[int]]]:
+    """The records of all processes, added up; in order of first appearance per op."""
     totals: dict[tuple[str, str], list[int]] = {}
     for path in sorted(Path(run_dir).glob("calls-*.bin")):
         data = path.read_bytes()
         if not data.startswith(MAGIC):
             continue  # a process that was killed while it created the file
-        for op, candidate, *counts in _rows(data):
-            sums = totals.setdefault((op, candidate), [0] * len(EVENTS))
-            sums[:] = map(sum, zip(sums, counts))
+        for key, lanes in _records(data):
+            sums = totals.setdefault(key, [0] * len(lanes))
+            sums[:] = map(sum, zip(sums, lanes))
     order = list(dict.fromkeys(op for op, _ in totals))
-    return sorted((Row(*key, *counts) for key, counts in totals.items()), key=lambda row: order.index(row.op))
+    return sorted(totals.items(), key=lambda item: order.index(item[0][0]))
+
+
+def watched(function: Callable, op: str, label: str, slot: int) -> Callable:
+    """The function, with answers that hold NaN or infinity counted and the first one warned about; as it is unless
+    OPSHIM_WATCH_NON_FINITE=1. Watching waits for the device; what is captured into a CUDA graph is not watched."""
+    if os.environ.get(WATCH) != "1":
+        return function
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        result = function(*args, **kwargs)
+        if not all(map(_finite, result if isinstance(result, tuple) else (result,))):
+            if not counters.values[slot + NON_FINITE]:
+                log.warning("%s: %s answered with NaN or infinity; further such answers are only counted", op, label)
+            counters.values[slot + NON_FINITE] += 1
+        return result
+
+    return call
+
+
+def _finite(output) -> bool:
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        return True
+    if output.is_cuda and torch.cuda.is_current_stream_capturing():
+        return True
+    return bool(output.isfinite().all())
 
 
 class Breaker:

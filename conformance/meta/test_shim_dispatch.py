@@ -21,7 +21,7 @@ def states(chain):
 
 
 def counts(op):
-    return {row.candidate: row[2:] for row in health.summary() if row.op == op.name}
+    return {row.candidate: row[2:6] for row in health.summary() if row.op == op.name}
 
 
 @pytest.fixture

@@ -12,6 +12,8 @@ import sys
 import threading
 from importlib import metadata
 
+from shim.vllm_plugin import metrics
+
 
 def main() -> None:
     lifeline = int(sys.argv[1])
@@ -19,6 +21,8 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     sys.argv = ["vllm", "serve", *sys.argv[2:]]
     _name_distribution()
+    if os.environ.get("OPSHIM_RUN_DIR"):
+        metrics.install(os.environ["OPSHIM_RUN_DIR"])
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()

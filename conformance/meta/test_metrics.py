@@ -1,0 +1,72 @@
+"""What the ops did is on /metrics, from all processes, and in the table of `runner.py status`."""
+
+import http.server
+import threading
+
+import pytest
+import torch
+
+import shim
+from conformance.meta.scratch import double_op, provider
+from shim.dispatch import Chain
+from shim.health import CALLS, IS_OPEN, Counters
+from shim.policy import Policy
+from shim.vllm_plugin import status
+from shim.vllm_plugin.metrics import Collector
+
+prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client comes with vLLM")
+
+
+def scraped(folder) -> str:
+    registry = prometheus_client.CollectorRegistry()
+    registry.register(Collector(folder))
+    return prometheus_client.generate_latest(registry).decode()
+
+
+def test_calls_of_all_processes_are_added_up(tmp_path):
+    for calls in (2, 5):  # two processes: a file each
+        mine = Counters()
+        mine.open(tmp_path)
+        mine.values[mine.slot("moe_sum", "native:jit") + CALLS] = calls
+        mine.values[mine.slot("moe_sum", "native:jit") + IS_OPEN] = 1
+    text = scraped(tmp_path)
+    assert 'opshim_calls_total{candidate="native:jit",op="moe_sum"} 7.0' in text
+    assert 'opshim_breaker_open{candidate="native:jit",op="moe_sum"} 2.0' in text
+    (row,) = status.read(text)
+    assert (row["op"], row["candidate"], row["calls"], row["breaker_open"]) == ("moe_sum", "native:jit", 7, 2)
+
+
+@pytest.mark.parametrize(("wish", "counted"), [("1", 1), ("0", 0)])
+def test_answers_that_are_not_finite_are_counted_where_they_are_watched(scratch, monkeypatch, caplog, wish, counted):
+    monkeypatch.setenv("OPSHIM_WATCH_NON_FINITE", wish)
+    op = double_op("watched_op")
+    provider(op, "p", result=lambda call: float("nan") if call == 2 else 7.0)
+    chain = Chain(op, "cpu", Policy("auto"))
+    chain.call(torch.ones(3))
+    chain.call(torch.ones(3))
+    rows = [row for row in shim.health.summary() if row.op == "watched_op" and row.candidate == "p"]
+    assert [row.non_finite for row in rows] == [counted]
+    assert ("NaN or infinity" in caplog.text) == bool(counted)
+
+
+def test_the_table_says_who_serves_and_what_went_wrong():
+    rows = status.read('opshim_calls_total{candidate="p",op="a"} 3.0\nopshim_selected{candidate="p",op="a"} 1.0\n')
+    assert status.table(rows).splitlines()[1].split() == ["a", "p", "serves", "3"]
+
+
+def test_a_url_without_opshim_is_said_so(capsys):
+    class Empty(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"vllm:num_requests_running 0\n")
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Empty)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    assert status.status(f"http://127.0.0.1:{server.server_port}/v1") == 2
+    server.shutdown()
+    assert "has no opshim_ metrics" in capsys.readouterr().err
+    assert status.status("http://127.0.0.1:9") == 2

@@ -1,0 +1,69 @@
+"""What the ops did, on vLLM's /metrics: read from the counters that every process of the server keeps in one folder.
+
+    opshim_calls_total{op,candidate}             calls that a candidate answered
+    opshim_fallbacks_total{op}                   calls inside the op's domain that another than the selected one answered
+    opshim_failures_total{op,candidate}          calls that it raised on
+    opshim_refusals_total{op,candidate}          calls inside the op's domain that its guard refused
+    opshim_outside_domain_total{op,candidate}    calls that the reference answered because they are outside of the domain
+    opshim_non_finite_total{op,candidate}        answers with NaN or infinity (counted where OPSHIM_WATCH_NON_FINITE=1)
+    opshim_breaker_open{op,candidate}            processes in which it is left out after failures in a row
+    opshim_selected{op,candidate}                processes whose chain selected it
+    opshim_certified{op,candidate}               and of these, in which a certificate holds for it
+
+A call that a CUDA graph replays is counted once, when it is captured: replays do not pass through Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from shim.health import standings, summary
+
+COUNTERS = {
+    "calls": "Calls that a candidate answered.",
+    "failures": "Calls that a candidate raised on.",
+    "refusals": "Calls inside the domain that a candidate's guard refused.",
+    "outside_domain": "Calls answered by the reference because they are outside of the op's domain.",
+    "non_finite": "Answers with NaN or infinity, where they are watched.",
+}
+LABELS = ("op", "candidate")
+
+
+class Collector:
+    """For prometheus_client's registry: the counters under a run's folder."""
+
+    def __init__(self, run_dir: str | Path):
+        self.run_dir = run_dir
+
+    def collect(self) -> Iterator:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        rows, chosen = summary(self.run_dir), standings(self.run_dir)
+        selected = {(one.op, one.candidate) for one in chosen}
+        for name, words in COUNTERS.items():
+            family = CounterMetricFamily(f"opshim_{name}", words, labels=LABELS)
+            for row in rows:
+                family.add_metric(row[:2], getattr(row, name))
+            yield family
+        fallbacks = CounterMetricFamily("opshim_fallbacks", "Calls that another than the selected answered.", labels=("op",))
+        for op in dict.fromkeys(row.op for row in rows):
+            others = (row for row in rows if row.op == op and row[:2] not in selected)
+            fallbacks.add_metric((op,), sum(row.calls - row.outside_domain for row in others))
+        yield fallbacks
+        breakers = GaugeMetricFamily("opshim_breaker_open", "Processes in which it is left out.", labels=LABELS)
+        for row in rows:
+            breakers.add_metric(row[:2], row.breaker_open)
+        yield breakers
+        for name, words in (("selected", "Processes that selected it."), ("certified", "Of these, with a certificate.")):
+            family = GaugeMetricFamily(f"opshim_{name}", words, labels=LABELS)
+            for one in chosen:
+                family.add_metric(one[:2], getattr(one, name))
+            yield family
+
+
+def install(run_dir: str | Path) -> None:
+    """Registers the collector where vLLM's /metrics looks."""
+    from prometheus_client import REGISTRY
+
+    REGISTRY.register(Collector(run_dir))
