@@ -39,12 +39,12 @@ def test_calls_of_all_processes_are_added_up(tmp_path):
 @pytest.mark.parametrize(("wish", "counted"), [("1", 1), ("0", 0)])
 def test_answers_that_are_not_finite_are_counted_where_they_are_watched(scratch, monkeypatch, caplog, wish, counted):
     monkeypatch.setenv("OPSHIM_WATCH_NON_FINITE", wish)
-    op = double_op("watched_op")
+    op = double_op(f"watched_op_{wish}")
     provider(op, "p", result=lambda call: float("nan") if call == 2 else 7.0)
     chain = Chain(op, "cpu", Policy("auto"))
     chain.call(torch.ones(3))
     chain.call(torch.ones(3))
-    rows = [row for row in shim.health.summary() if row.op == "watched_op" and row.candidate == "p"]
+    rows = [row for row in shim.health.summary() if row.op == op.name and row.candidate == "p"]
     assert [row.non_finite for row in rows] == [counted]
     assert ("NaN or infinity" in caplog.text) == bool(counted)
 
