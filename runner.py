@@ -92,6 +92,25 @@ def ops(as_json, **options):
 
 
 @main.command()
+@click.option("--static", is_flag=True, help="Do not start CUDA: for a machine without a GPU.")
+@click.option("--record", is_flag=True, help="Record the hashes of all files first (when an image is built).")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def probe(static, record, as_json):
+    """Check that all is here: files, libraries and their symbols, compilers, vLLM and its hooks, the device.
+
+    \b
+    Exit code: 0 no FAIL, 1 one or more.
+
+    \b
+    Example:  python runner.py probe
+              python runner.py probe --static --json
+    """
+    from shim.probe import probe
+
+    sys.exit(probe(static, as_json, record))
+
+
+@main.command()
 @click.argument("url")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(url, as_json):
