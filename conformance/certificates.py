@@ -44,7 +44,7 @@ def _issue(report: dict[str, Any], folder: Path) -> str:
     if not report["build"] or (reason and not report["summary"]["failed"]):
         return f"{what}: no certificate, as {reason}"
     device = report["environment"]["device"]
-    path = certificates.path(folder, device["fingerprint"], report["op"], provider)
+    path = certificates.path(folder, device["fingerprint"], report["op"], provider, report["build"]["identity"])
     new = {
         "schema": certificates.SCHEMA, "op": report["op"], "provider": provider,
         "verdict": "fail" if reason else "pass", "device": device, "build": report["build"],

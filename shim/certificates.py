@@ -1,8 +1,9 @@
 """Certificates, as the chain reads them: what the suite found out about a build on a device.
 
-    <folder>/<device fingerprint>/<op>.<provider>.json
+    <folder>/<device fingerprint>/<op>.<provider>.<build identity>.json
 
-Folders, the first that knows this build decides: OPSHIM_CERTIFICATES, or else `certificates` in the user cache; then
+A file is of one build, so that what another build of the same provider passes or fails leaves it alone. Folders, the
+first that knows this build decides: OPSHIM_CERTIFICATES, or else `certificates` in the user cache; then
 `certificates` of this tree. `conformance/certificates.py` writes the files, into the first. Schema 1:
 
     schema, op, provider, verdict ("pass": a full pass; "fail"), device (shim.device), build, reference, level, suite,
@@ -50,8 +51,8 @@ def folders() -> list[Path]:
     return list(dict.fromkeys([Path(given).absolute() if given else user_cache() / "certificates", OWN]))
 
 
-def path(folder: Path, fingerprint: str, op: str, provider: str) -> Path:
-    return folder / fingerprint / _file(op, provider)
+def path(folder: Path, fingerprint: str, op: str, provider: str, build: str) -> Path:
+    return folder / fingerprint / _file(op, provider, build)
 
 
 def native_build(identity: Mapping) -> dict[str, str]:
@@ -81,21 +82,22 @@ def find(op: Op, provider: str, device: str, build: Mapping[str, str]) -> Certif
 
 
 def _find(op: Op, provider: str, fingerprint: str, build: str | None, reference: str | None) -> Certificate:
+    any_build = _file(op.name, provider, "*")
     problems = []
-    for folder in folders():
-        record = _read(path(folder, fingerprint, op.name, provider))
+    for record in (_read(file) for folder in folders() for file in sorted((folder / fingerprint).glob(any_build))):
         if isinstance(record, str):
             problems.append(record)
-        elif record and record["build"]["identity"] == build and record["reference"] == reference:
+        elif record is None or record["provider"] != provider:  # as a file of provider "p.q" looks like one of "p"
+            continue
+        elif (record["build"]["identity"], record["reference"]) == (build, reference):
             return _told(record)
-        elif record and record["verdict"] == "pass":
+        elif record["verdict"] == "pass":
             other = "build" if record["build"]["identity"] != build else "version of the reference"
             problems.append(f"certificate is for another {other}")
     if not problems:
-        others = {at.parent.name for folder in folders() for at in folder.glob(f"*/{_file(op.name, provider)}")}
-        others.discard(fingerprint)
+        others = {at.parent.name for folder in folders() for at in folder.glob(f"*/{any_build}")} - {fingerprint}
         problems += [f"certificate is for another device ({', '.join(sorted(others))})"] if others else []
-    return Certificate("; ".join(problems) or "not certified")
+    return Certificate("; ".join(dict.fromkeys(problems)) or "not certified")
 
 
 def findings(device: str) -> list[tuple[Path, str]]:
@@ -110,8 +112,8 @@ def findings(device: str) -> list[tuple[Path, str]]:
     ]
 
 
-def _file(op: str, provider: str) -> str:
-    return f"{op}.{provider.replace(':', '-').replace('/', '-')}.json"
+def _file(op: str, provider: str, build: str) -> str:
+    return f"{op}.{provider.replace(':', '-').replace('/', '-')}.{build}.json"
 
 
 def _read(file: Path) -> dict | str | None:
@@ -120,7 +122,7 @@ def _read(file: Path) -> dict | str | None:
         record = json.loads(file.read_text())
         if record["schema"] != SCHEMA:
             return f"unreadable certificate: {file.name} is of schema {record['schema']}, this is {SCHEMA}"
-        for name in ("verdict", "reference", "level", "date", "cases"):
+        for name in ("provider", "verdict", "reference", "level", "date", "cases"):
             record[name]
         record["build"]["identity"], sum(record["cases"].values())
         return record

@@ -57,7 +57,7 @@ def test_a_full_pass_is_a_certificate_with_build_device_level_and_the_reports_ha
     one = of(op)
     writing.issue([one], tmp_path)
     fingerprint = device.describe("cpu").fingerprint
-    written = json.loads((tmp_path / fingerprint / f"{op.name}.p.json").read_text())
+    written = json.loads((tmp_path / fingerprint / f"{op.name}.p.{one['build']['identity']}.json").read_text())
     assert written["verdict"] == "pass"
     assert written["build"] == one["build"] and written["build"]["file"] == "scratch.py"
     assert (written["level"], written["suite"], written["seed"]) == ("quick", one["environment"]["suite"], 0)
@@ -129,6 +129,30 @@ def test_an_edited_provider_file_is_another_build(op, scratch):
     plugins.forget(file)
 
 
+def test_each_build_of_a_provider_keeps_its_own_certificate(op, scratch):
+    file = scratch / "p.py"
+    for text, failed, said in (("", [False, False], "certified"), ("# wrong\n", [True, False], "not certified: 1 of 2")):
+        file.write_text(FILE.format(op=op.name) + text)
+        plugins.load_file(file)
+        writing.issue([of(op, failed=failed)])
+        assert words(op).startswith(said)
+        plugins.forget(file)
+        op.implementations.clear()
+    file.write_text(FILE.format(op=op.name))
+    plugins.load_file(file)
+    assert words(op).startswith("certified")
+    file.write_text(FILE.format(op=op.name) + "# a third\n")
+    assert words(op) == "certificate is for another build"
+    plugins.forget(file)
+
+
+def test_a_provider_whose_name_goes_on_has_other_certificates(op):
+    provider(op, "p.q")
+    writing.issue([of(op, "p.q")])
+    provider(op, "p")
+    assert Chain(op, "cpu").candidates[1].told == "not certified"
+
+
 def test_build_of_a_module_counts_as_its_code(op):
     def function(x, times=1):
         return x
@@ -157,7 +181,7 @@ def test_a_certificate_of_another_device_is_no_proof_here(op):
 def test_an_unreadable_certificate_is_told_and_stops_nothing(op, text):
     provider(op, "p")
     writing.issue([of(op)])
-    path = certificates.path(certificates.folders()[0], device.describe("cpu").fingerprint, op.name, "p")
+    (path,) = certificates.folders()[0].rglob(f"{op.name}.p.*.json")
     path.write_text(text, encoding="latin-1")
     assert words(op).startswith("unreadable certificate: ")
     assert Chain(op, "cpu").selected.label == "p"
