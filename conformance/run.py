@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class Target:
     missing: str = ""
     unavailable: str = ""
     build: dict[str, str] = field(default_factory=dict)  # what identifies its code (shim/certificates.py)
+    calls: list[dict[str, str]] = field(default_factory=list)  # of a case's own check so far: the arguments in words
 
     @classmethod
     def find(cls, op: str, provider: str, device: str) -> Target:
@@ -141,10 +142,12 @@ def run(case: Case, target: Target, base_seed: int = 0) -> Result:
         return result.skipped("not_offered", target.missing)
     if target.unavailable:
         return result.failed("unavailable", target.unavailable)
+    target = replace(target, calls=[])
     judgement = _must_refuse if case.raises else _must_hold if case.check else _must_be_right
     judgement(case, target, result)
     if result.status == "fail" and not result.arguments:
-        result.arguments = in_words(case.arguments(target.device, result.seed))
+        last = target.calls[-1:] or [in_words(case.arguments(target.device, result.seed))]
+        result.arguments = last[0]
     return result
 
 
@@ -275,11 +278,19 @@ def in_words(arguments: dict[str, Any]) -> dict[str, str]:
     for name, value in arguments.items():
         words[name] = repr(value)
         if isinstance(value, Tensor):
-            dtype, some = str(value.dtype).removeprefix("torch."), value.flatten()[:8].tolist()
+            dtype, some = str(value.dtype).removeprefix("torch."), _first(value).tolist()
             shown = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in some)
             more = ", ..." if value.numel() > len(some) else ""
-            words[name] = f"{dtype} {list(value.shape)} strides {list(value.stride())} = [{shown}{more}]"
+            at = f" offset {value.storage_offset()}" if value.storage_offset() else ""
+            words[name] = f"{dtype} {list(value.shape)} strides {list(value.stride())}{at} = [{shown}{more}]"
     return words
+
+
+def _first(tensor: Tensor, count: int = 8) -> Tensor:
+    """The first elements, without a copy of all the others where the tensor is not contiguous."""
+    while tensor.dim() > 1 and tensor[:1].numel() >= count:
+        tensor = tensor[0]
+    return tensor.reshape(-1)[:count] if tensor.dim() == 0 else tensor[:count].flatten()[:count]
 
 
 def describe(finding: Finding) -> str:

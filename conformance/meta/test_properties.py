@@ -198,6 +198,24 @@ def test_a_residue_that_is_wrong_is_named():
     assert "topk 2, N 1," in verdict(find("moe_sum", "every_residue"), drops_a_tail_of_one).message
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "fault", "told"),
+    [
+        ("every_residue", "", drops_a_tail_of_one, "float32 [3, 2, 1]"),
+        ("misaligned", "by3", loads_sixteen_bytes, "strides [200, 40, 1] offset 3"),
+        ("strided", "byrows", takes_it_for_contiguous, "strides [224, 40, 1] offset 8"),
+    ],
+)
+def test_a_failure_shows_the_arguments_of_the_call_that_failed(kind, name, fault, told):
+    result = verdict(find("moe_sum", kind, name), fault)
+    assert result.status == "fail" and told in result.arguments["y"]
+
+
+def test_where_several_calls_are_one_answer_a_failure_shows_the_whole():
+    result = verdict(find("moe_sum", "batch_invariance"), lambda y, topk_ids: reference("moe_sum")(y, None))
+    assert result.status == "fail" and "[9, 5, 40]" in result.arguments["y"]
+
+
 def test_another_order_is_reported_as_bitwise_or_within_the_budget():
     def pairwise(y, topk_ids=None):
         y = y.float() if topk_ids is None else y.float().masked_fill(topk_ids[..., None] < 0, 0)

@@ -32,6 +32,8 @@ def follow(trial: Trial, route: Route) -> list[Finding]:
     """The provider's results on this way are within budget of the whole's; the findings say if they are its very bits."""
     whole = route.whole or (lambda call, arguments: call(arguments))
     actual = route.way(trial.call, trial.fresh())
+    if len(trial.target.calls) > 1:
+        trial.target.calls.clear()  # what several calls came to is judged: the whole's arguments say more than the last's
     findings = trial.judged(actual, trial.answers(whole, route.way))
     if route.whole or any(finding.kind for finding in findings):
         return findings
