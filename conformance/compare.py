@@ -49,6 +49,7 @@ OWN_ROUNDING = 1.2
 NOISE_FACTOR = 8.0
 WITNESSES = 8
 BEYOND_LUCK = 1e4  # times the budget
+BEYOND_WORDS = 1e6  # times the budget, which may be next to nothing where exact is 0: more digits say no more
 ROUNDED = {  # intermediates that kernels round to the activation dtype, as the common ones do; of other ops none
     "fused_moe": 4,  # gate, up, their product, the slot before the sum
     "grouped_gemm": 1,  # the row before its slot's weight
@@ -88,6 +89,15 @@ class Finding:
     actual: float | None = None
     exact: float | None = None
     text: str = ""
+
+
+def short(ratio: float) -> str:
+    """Error over budget as a number for people."""
+    return "over 1e6" if BEYOND_WORDS < ratio < float("inf") else f"{ratio:.3g}"
+
+
+def of_budget(ratio: float) -> str:
+    return f"{short(ratio)} x its budget" if ratio > 1 else f"{ratio:.2f} of its budget"
 
 
 def by_budget(evaluation: Evaluation) -> list[Finding]:

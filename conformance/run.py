@@ -120,7 +120,7 @@ class Result:
 
     def __str__(self) -> str:
         """The verdict, and of a failure its arguments."""
-        why = f": {self.reason}: {self.message}" if self.reason else f": worst error {self.ratio:.2f} of its budget"
+        why = f": {self.reason}: {self.message}" if self.reason else f": worst error {compare.of_budget(self.ratio)}"
         inputs = "".join(f"\n  {name}: {value}" for name, value in self.arguments.items())
         return f"{self.status.upper()}  {self.case} on {self.provider} ({self.device}){why}{inputs}"
 
@@ -303,7 +303,7 @@ def describe(finding: Finding) -> str:
     if finding.exact is not None:
         text += f", exact {finding.exact:.9g}"
     if finding.budget:
-        text += f"; error {finding.error:.3g} is {finding.ratio:.3g} x its budget ({finding.ulp:.3g} ulp there)"
+        text += f"; error {finding.error:.3g} is {compare.of_budget(finding.ratio)} ({finding.ulp:.3g} ulp there)"
     return text
 
 

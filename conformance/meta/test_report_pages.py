@@ -107,6 +107,13 @@ def test_an_ops_page_shows_each_failure_with_reason_input_and_how_to_run_it_agai
         assert told in page, told
 
 
+def test_an_ops_page_tells_the_errors_of_what_passed_from_those_of_what_failed(folder):
+    page = (folder / "moe_sum.html").read_text()
+    assert "<dt>error / budget of what passed</dt>" in page
+    assert "<dt>error / budget of what failed</dt><dd>up to 3×</dd>" in page
+    assert "<dt>error / budget</dt>" in page  # of native, where nothing failed
+
+
 def test_a_full_pass_is_told_from_a_pass_of_some_cases():
     (one,) = report.build(RESULTS[:4], "quick", 0)
     assert words.state(one) == words.PARTIAL
@@ -147,6 +154,7 @@ def test_a_later_run_joins_the_folder_and_replaces_its_own_part(folder):
 def test_numbers_are_written_for_people():
     shown = [words.number(value) for value in (0, 0.02345, 1.26, 12.34, 123.4, 1234.5, 2.5e7, "inf", "nan")]
     assert shown == ["0", "0.023", "1.3", "12.3", "123", "1,234", "2.5e+07", "∞", "NaN"]
+    assert words.times(5.43e40) == "over 1e6×"
     assert words.milliseconds(0.0123) == "12.3 µs"
 
 

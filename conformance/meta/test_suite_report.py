@@ -62,6 +62,30 @@ def test_the_text_tells_a_kernels_author_what_failed_on_which_input():
         assert words in told
 
 
+def failing(*ratios):
+    """The text of a report with a pass at a quarter of its budget, and failures at these shares of it."""
+    cases = [result("moe_sum", "sizes", 0)]
+    for at, ratio in enumerate(ratios):
+        one = result("moe_sum", "odd_n", at, "fail")
+        one |= {"ratio": ratio, "message": "wrong\nthe smallest of 8", "replay": "kept/odd.json"}
+        cases.append(one)
+    return text(report.build(cases, "quick", 0))
+
+
+def test_the_worst_error_is_the_worst_of_all_cases_as_far_as_a_number_says_it():
+    assert "; worst error 0.25 of its budget" in failing()
+    assert "1 passed, 1 failed; worst error 3 x its budget" in failing(3.0)
+    assert "; worst finite error 3 x its budget" in failing(3.0, float("inf"))
+    told = failing(5.43e40)
+    assert "; worst error over 1e6 x its budget" in told and "e+40" not in told
+
+
+def test_a_failure_is_told_with_how_to_run_it_again_all_of_it_indented():
+    lines = failing(3.0).splitlines()
+    assert "      the smallest of 8" in lines
+    assert "      replay: python runner.py replay kept/odd.json" in lines
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

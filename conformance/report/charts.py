@@ -66,7 +66,7 @@ def _mark(case: dict[str, Any], worst: bool) -> str:
     ratio, failed = float(case["ratio"]), case["status"] == "fail"
     x = place(ratio) if not failed or ratio > 1 else BEYOND
     y = ROWS.get(case["dtype"], 15)
-    title = f"<title>{escape(case['case'])}: {escape(case['reason'] or 'passed')}, {number(ratio)} of budget</title>"
+    title = f"<title>{escape(case['case'])}: {escape(case['reason'] or 'passed')}, {_share(ratio)}</title>"
     if failed:
         return f'<svg x="{x:.1f}%" y="{y}" class="fail"><path d="M-3.5-3.5l7 7m0-7l-7 7"/>{title}</svg>'
     dot = f'<circle cx="{x:.1f}%" cy="{y}" r="3" class="pass">{title}</circle>'
@@ -74,6 +74,10 @@ def _mark(case: dict[str, Any], worst: bool) -> str:
         return dot
     label = f'<text x="{x:.1f}%" y="{y}" dx="9" dy="4" class="label">{number(ratio)}</text>'
     return f'{dot}<circle cx="{x:.1f}%" cy="{y}" r="6" class="worst"/>{label}'
+
+
+def _share(ratio: float) -> str:
+    return f"{times(ratio)} its budget" if ratio > 1 else f"{number(ratio)} of its budget"
 
 
 def _error_grid() -> str:

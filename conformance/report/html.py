@@ -172,14 +172,16 @@ def _facts(report: Report) -> str:
         "cases": f"{coverage['run']} of the {coverage['listed']} that level {report['level']} lists; "
         f"{summary['passed']} passed, {summary['failed']} failed, {summary['skipped']} skipped",
     }
-    worst = summary["worst"]
+    worst, passed = summary["worst"], " of what passed" * bool(summary["failed"])
     if worst and float(worst["ratio"]):
         shares = ", ".join(f"{name} {words.number(errors[name])}" for name in ("median", "p90", "p99"))
-        facts["error / budget"] = (
+        facts[f"error / budget{passed}"] = (
             f"{shares}, most {words.number(worst['ratio'])} in <code>{escape(worst['case'])}</code>"
         )
     elif worst:
-        facts["error / budget"] = "0: every passed case is exact"
+        facts[f"error / budget{passed}"] = "0: every passed case is exact"
+    if words.farthest(report):
+        facts["error / budget of what failed"] = words.farthest(report)
     if report["build"]:
         made = ", ".join(
             f"{name} {escape(str(value)[:48])}" for name, value in report["build"].items() if name != "identity"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from math import isfinite
+from textwrap import indent
 from typing import Any
+
+from conformance.compare import of_budget, short
 
 SHOWN = 3  # failures told in full, per kind
 
@@ -14,10 +18,8 @@ def text(reports: list[dict[str, Any]]) -> str:
     for report in reports:
         summary = report["summary"]
         counts = ", ".join(f"{summary[what]} {what}" for what in ("passed", "failed", "skipped") if summary[what])
-        worst = summary["worst"]
-        near = f"; worst error {worst['ratio']:.2f} of its budget" if worst and worst["ratio"] else ""
         where = f"{report['op']:{width}}  {report['provider']}  {report['device']}"
-        lines.append(f"{summary['verdict'].upper():4}  {where}  {counts}{near}")
+        lines.append(f"{summary['verdict'].upper():4}  {where}  {counts}{_worst(report['cases'])}")
         if summary["verdict"] != "pass":
             lines += _kinds(summary["kinds"])
         lines += _failures(report["cases"])
@@ -25,11 +27,19 @@ def text(reports: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _worst(cases: list[dict[str, Any]]) -> str:
+    """The largest error over its budget, of all cases that have one as a number."""
+    ratios = [float(case["ratio"]) for case in cases if case["status"] != "skip"]
+    finite = [ratio for ratio in ratios if isfinite(ratio)]
+    which = "worst" if len(finite) == len(ratios) else "worst finite"
+    return f"; {which} error {of_budget(max(finite))}" if any(finite) else ""
+
+
 def _kinds(kinds: dict[str, dict[str, Any]]) -> list[str]:
     width = max(map(len, kinds))
     lines = [f"      {'kind':{width}}  passed  failed  skipped  worst error/budget"]
     for kind, counts in kinds.items():
-        row = f"{counts['passed']:6}  {counts['failed']:6}  {counts['skipped']:7}  {float(counts['worst']):.3g}"
+        row = f"{counts['passed']:6}  {counts['failed']:6}  {counts['skipped']:7}  {short(float(counts['worst']))}"
         lines.append(f"      {kind:{width}}  {row}")
     return lines
 
@@ -41,8 +51,10 @@ def _failures(cases: list[dict[str, Any]]) -> list[str]:
         same = [case for case in failed if case["kind"] == kind]
         for case in same[:SHOWN]:
             lines.append(f"  {case['case']}  (seed {case['seed']})")
-            lines.append(f"      {case['reason']}: {case['message']}")
+            lines.append(indent(f"{case['reason']}: {case['message']}", 6 * " "))
             lines += [f"        {name}: {value}" for name, value in case["arguments"].items()]
+            if case["replay"]:
+                lines.append(f"      replay: python runner.py replay {case['replay']}")
         if len(same) > SHOWN:
             lines.append(f"  ... and {len(same) - SHOWN} more of kind {kind}")
     return lines

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import Any
 
+from conformance.compare import BEYOND_WORDS
+
 REASONS = {
     "error_budget": "an element is farther from the exact answer than its budget allows",
     "row_error_budget": "a row as a whole is farther from the exact answer than its budget allows",
@@ -80,13 +82,20 @@ def nearest(report: dict[str, Any]) -> str:
     return f"error up to {number(ratio)} of budget" if ratio else "exact"
 
 
+def farthest(report: dict[str, Any]) -> str:
+    """Of the failures that a number measures, the worst; empty where none does."""
+    ratios = [float(case["ratio"]) for case in report["cases"] if case["status"] == "fail"]
+    beyond = [ratio for ratio in ratios if 1 < ratio < float("inf")]
+    return f"up to {times(max(beyond))}" if beyond else ""
+
+
 def speed(report: dict[str, Any]) -> str:
     speedup = report["summary"]["times"]["speedup"]
     return f"{times(speedup)} reference speed" if speedup else ""
 
 
 def times(ratio: float) -> str:
-    return f"{number(ratio)}×"
+    return "over 1e6×" if BEYOND_WORDS < ratio < float("inf") else f"{number(ratio)}×"
 
 
 def number(value: float | str) -> str:
