@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import sys
 
-import click
+NO_MODULE = "opshim: no module {}: use .venv/bin/python, or make env"
+try:
+    import click
+except ModuleNotFoundError:
+    print(NO_MODULE.format("click"), file=sys.stderr)
+    sys.exit(2)
 
 PASS_ON = {"ignore_unknown_options": True}
 FILES = click.option(
@@ -19,8 +24,17 @@ DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or
 JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results to this file.")
 
 
+class Command(click.Command):
+    """One whose first sentence stands in the list of commands uncut."""
+
+    def get_short_help_str(self, limit=45):
+        return super().get_short_help_str(200)
+
+
 class Commands(click.Group):
-    """Errors that opshim raises on purpose end a command with one line and exit code 2."""
+    """Errors that opshim raises on purpose, and a lack of torch, end a command with one line and exit code 2."""
+
+    command_class = Command
 
     def invoke(self, ctx):
         try:
@@ -28,6 +42,9 @@ class Commands(click.Group):
         except click.ClickException:
             raise
         except Exception as error:
+            if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+                click.echo(NO_MODULE.format("torch"), err=True)
+                sys.exit(2)
             if "shim.errors" in sys.modules and isinstance(error, sys.modules["shim.errors"].OpshimError):
                 click.echo(f"opshim: {error}", err=True)
                 sys.exit(2)
@@ -172,7 +189,7 @@ def bench(ops, **options):
 @click.option("--provider", default="native", show_default=True)
 @FILES
 @DEVICE
-@click.option("--level", default="quick", show_default=True, help="quick, standard or exhaustive.")
+@click.option("--level", default="quick", show_default=True, help="quick, standard or exhaustive; see README.")
 @click.option("--seed", default=0, show_default=True)
 @JSON
 @click.option("--report-dir", metavar="DIR", help="A folder that the reports join; `report` draws pages from it.")
@@ -181,7 +198,7 @@ def conform(ops, certificates, **options):
     """Prove that a provider's implementations equal the references, and certify those that do.
 
     \b
-    Exit code: 0 a full pass, 1 any failure, 2 wrong usage.
+    Exit code: 0 all passed, 1 any failure, 2 wrong usage. What the provider refuses, with a reason, is no failure.
 
     \b
     Example:  python runner.py conform --op moe_sum
@@ -238,9 +255,11 @@ def replay(file, **options):
 
 @main.command()
 @click.argument("folders", nargs=-1, metavar="DIR")
-@click.option("--compare", is_flag=True, help="Compare two folders: DIR is OLD, then NEW.")
+@click.option("--compare", is_flag=True, help="Compare two: DIR is OLD, then NEW.")
 def report(folders, compare):
     """Draw a folder of conformance reports as pages (index.html) and as Markdown (summary.md).
+
+    DIR may be a file of `conform --json` as well; of RESULT.json the pages lie in RESULT-report.
 
     With --compare: what NEW fails, skips or does slower than OLD, as text and as compare.html in NEW.
 
@@ -254,7 +273,7 @@ def report(folders, compare):
     from conformance.report import diff, html
 
     if len(folders) != 1 + compare:
-        raise click.UsageError("--compare takes two folders, OLD and NEW" if compare else "report takes one folder")
+        raise click.UsageError("--compare takes two folders, OLD and NEW" if compare else "report takes one folder, DIR")
     sys.exit(diff.show(*folders) if compare else html.show(*folders))
 
 

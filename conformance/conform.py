@@ -31,13 +31,18 @@ def conform(
 ) -> int:
     """Tests the provider and prints what a kernel's author needs. 0: full pass, 1: any failure, 2: wrong usage.
 
-    No ops: every op that the provider implements; one that it does not offer here is then no failure. json_out: all reports in one file (schema: conformance/report).
-    report_dir: a folder that they join, for `runner.py report`. certificates_dir: where what is proven is written.
+    No ops: every op that the provider implements; one that it does not offer here is then no failure. json_out: all
+    reports in one file (schema: conformance/report). report_dir: a folder that they join, for `runner.py report`.
+    certificates_dir: where what is proven is written.
     """
     files = [str(Path(file).resolve()) for file in provider_files]
     try:
         selection = Selection.make(ops, provider, files, device, level, seed)
         selection.cases()
+        if json_out:
+            report.need_file(json_out)
+        for folder in filter(None, (report_dir, certificates_dir)):
+            report.need_folder(folder)
     except shim.OpshimError as error:
         print(f"conform: {error}", file=sys.stderr)
         return USAGE

@@ -18,6 +18,7 @@ from shim import device as devices
 from shim import plugins
 
 DEVICES = (*devices.DEVICES, "all")
+PROOF = {"empty": "case 'empty'", "canary": "roles", "search": "search plan"}  # a kind of case -> what makes it
 
 
 class SelectionError(shim.OpshimError):
@@ -66,6 +67,11 @@ class Selection:
     def cases(self) -> list[tuple[str, Case]]:
         """(device, case) of the run, in the order of the tables. SelectionError where there is none."""
         mine = [case for case in all_cases() if case.op in self.ops]
+        kinds = {(case.op, case.kind) for case in mine}
+        for op in self.ops:
+            lacking = [what for kind, what in PROOF.items() if (op, kind) not in kinds]
+            if lacking:
+                raise SelectionError(f"op {op} has no {', no '.join(lacking)}: CONTRIBUTING.md says where they go")
         cases = [(device, case) for device in self.devices for case in at_level(mine, self.level, device)]
         if not cases:
             raise SelectionError(f"no case is selected: {', '.join(self.ops)} at level {self.level}")

@@ -151,6 +151,14 @@ def test_a_later_run_joins_the_folder_and_replaces_its_own_part(folder):
     }
 
 
+def test_pages_of_a_file_lie_in_a_folder_of_its_name(folder, tmp_path):
+    report.save(tmp_path / "result.json", report.merged(report.read(folder)))
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "result.json")])
+    drawn = tmp_path / "result-report"
+    assert done.exit_code == 0 and f"{drawn / 'index.html'}" in done.output
+    assert {path.name for path in drawn.iterdir()} == {"index.html", "moe_sum.html", "topk_softmax.html", "summary.md"}
+
+
 def test_numbers_are_written_for_people():
     shown = [words.number(value) for value in (0, 0.02345, 1.26, 12.34, 123.4, 1234.5, 2.5e7, "inf", "nan")]
     assert shown == ["0", "0.023", "1.3", "12.3", "123", "1,234", "2.5e+07", "∞", "NaN"]

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 
 import pytest
 from click.testing import CliRunner
@@ -53,6 +55,17 @@ def test_every_command_has_help_with_an_example(run, command):
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"python runner.py {command}" in result.output
+
+
+def test_the_list_of_commands_has_whole_sentences(run):
+    assert "..." not in run("--help").output.partition("Commands:")[2]
+
+
+@pytest.mark.parametrize("missing", ["click", "torch"])
+def test_without_the_environment_a_command_says_where_it_is(missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['ops']; import runner; runner.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"opshim: no module {missing}: use .venv/bin/python, or make env\n")
 
 
 @pytest.mark.parametrize("mode", ["stric", ""])

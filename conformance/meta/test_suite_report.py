@@ -93,6 +93,10 @@ def test_a_failure_is_told_with_how_to_run_it_again_all_of_it_indented():
         ({"provider": "nobody"}, "reference"),
         ({"level": "slow"}, "exhaustive"),
         ({"provider_files": ["/nowhere.py"]}, "does not exist"),
+        ({"json_out": "/nonexist/x.json"}, "x.json cannot be written: folder /nonexist does not exist"),
+        ({"json_out": "/"}, "/ cannot be written: it is a folder"),
+        ({"report_dir": "/dev/null/reports"}, "folder /dev/null/reports cannot be made"),
+        ({"certificates_dir": "/dev/null"}, "folder /dev/null cannot be made"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_what_is_known(wrong, words, capsys):

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import shim
+from conformance import selection
 from conformance.case import Case, at_level, table
+from conformance.cases import all_cases
 from conformance.compare import compare_topk
 from conformance.run import Target, run
 from conformance.selection import Selection, SelectionError
@@ -164,4 +166,19 @@ def test_unknown_names_are_answered_with_the_known_ones(wrong, known):
 
 def test_selecting_no_case_is_an_error():
     with pytest.raises(SelectionError, match="no case"):
-        Selection(("an_op_without_cases",), "native", ("cpu",), "quick").cases()
+        Selection((), "native", ("cpu",), "quick").cases()
+
+
+@pytest.mark.parametrize(
+    ("without", "told"),
+    [
+        (lambda case: case.check and case.kind != "search", "op moe_sum has no roles: CONTRIBUTING.md"),
+        (lambda case: case.kind == "search", "op moe_sum has no search plan: CONTRIBUTING.md"),
+        (lambda case: case.op == "moe_sum", "op moe_sum has no case 'empty', no roles, no search plan: CONTRIBUTING.md"),
+    ],
+)
+def test_an_op_on_which_no_rule_would_be_tried_is_not_run(without, told, monkeypatch):
+    kept = [case for case in all_cases() if not without(case)]
+    monkeypatch.setattr(selection, "all_cases", lambda: kept)
+    with pytest.raises(SelectionError, match=told):
+        Selection.make(["moe_sum"]).cases()

@@ -7,6 +7,7 @@ after one call that is not counted.
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import sys
 import time
@@ -21,9 +22,10 @@ import shim
 from conformance import report
 from conformance.case import Case
 from conformance.perf.cold import cold as first_results
+from conformance.perf.gpu_sizes import GPU_LAYER
 from conformance.perf.sizes import LAYER, TINY
 from conformance.run import Target
-from conformance.selection import Selection
+from conformance.selection import Selection, SelectionError
 
 ROTATED_BYTES = 64 << 20  # inputs are rotated until they exceed this, which is more than a cache holds
 MOST_INPUTS = 8
@@ -40,15 +42,23 @@ def bench(
     json_out: str | None = None,
     cold: bool = False,
 ) -> int:
-    """Prints both tables; json_out: the same as JSON. cold: the time to first results instead. 0, or 2 for an unknown
-    op, provider or device."""
+    """Prints both tables; json_out: the same as JSON. cold: the time to first results instead. 0, or 2 for wrong
+    usage."""
     try:
         for provider in providers:
             selection = Selection.make(ops, provider, provider_files, device)
+        need_sizes(ops or shim.names(), selection.devices[0])
+        if threads < 1:
+            raise SelectionError(f"threads must be 1 or more, got {threads}")
+        if json_out:
+            report.need_file(json_out)
     except shim.OpshimError as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     names = [name for name in LAYER if name in (ops or shim.names())]
+    load, cores = os.getloadavg()[0], os.cpu_count()
+    if load > cores:
+        print(f"bench: other work is in these times: the load average is {load:.1f} on {cores} cores", file=sys.stderr)
     if cold:
         rows = first_results(names, selection.devices[0])
         if json_out:
@@ -65,6 +75,16 @@ def bench(
         document = {"schema": 1, "environment": where, "threads": threads, "speed": speed, "overhead": overhead}
         report.save(Path(json_out), document)
     return 0
+
+
+def need_sizes(names: Sequence[str], device: str) -> None:
+    """SelectionError unless the tables of `conformance/perf` say at which sizes each op is measured."""
+    tables = {"LAYER (sizes.py)": LAYER, "TINY (sizes.py)": TINY}
+    tables |= {"GPU_LAYER (gpu_sizes.py)": GPU_LAYER} if device == "cuda" else {}
+    for name in names:
+        lacking = [table for table, sizes in tables.items() if name not in sizes]
+        if lacking:
+            raise SelectionError(f"op {name} has no sizes to be measured at: {', '.join(lacking)} of conformance/perf")
 
 
 def on_gpu(names: Sequence[str], providers: Sequence[str], json_out: str | None) -> int:

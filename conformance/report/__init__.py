@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -52,7 +53,7 @@ _OF_INDEX = ("op", "provider", "device", "level", "date", "summary")
 
 
 class ReportError(shim.OpshimError):
-    """A folder that holds no report, or one that this version does not read."""
+    """A folder that holds no report, or one that this version does not read; a place where none can be written."""
 
 
 def build(results: Iterable[dict[str, Any]], level: str, seed: int) -> list[dict[str, Any]]:
@@ -129,6 +130,32 @@ def read(place: Path) -> list[dict[str, Any]]:
         document = _load(place)
         return document.get("reports", [document])
     return [_load(place / entry["file"]) for entry in _load(place / "index.json")["reports"]]
+
+
+def pages(place: Path) -> Path:
+    """The folder for what is drawn of a folder of reports: itself; of a file: one beside it, <its name>-report."""
+    folder = place.with_name(f"{place.stem}-report") if place.is_file() else place
+    need_folder(folder)
+    return folder
+
+
+def need_folder(folder: str | Path) -> None:
+    """Makes the folder; ReportError where nothing can be written into it. Said before a run, not after it."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ReportError(f"folder {folder} cannot be made: {error.strerror}") from None
+    if not os.access(folder, os.W_OK):
+        raise ReportError(f"folder {folder} is not to be written to")
+
+
+def need_file(file: str | Path) -> None:
+    """The same for a file, whose folder must be there."""
+    folder = Path(file).absolute().parent
+    if not folder.is_dir():
+        raise ReportError(f"{file} cannot be written: folder {folder} does not exist")
+    if Path(file).is_dir() or not os.access(folder, os.W_OK):
+        raise ReportError(f"{file} cannot be written: it is a folder, or in one that is not to be written to")
 
 
 def digest(report: dict[str, Any]) -> str:

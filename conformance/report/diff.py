@@ -44,7 +44,7 @@ def show(old: str | Path, new: str | Path) -> int:
     """Prints the differences and draws them as compare.html in NEW. 1 where something regressed, else 0."""
     changes = compare(reports_of.read(Path(old)), reports_of.read(Path(new)))
     print(text(changes))
-    place = Path(new) if Path(new).is_dir() else Path(new).parent
+    place = reports_of.pages(Path(new))
     (place / "compare.html").write_text(page(changes, str(old), str(new)))
     print(place / "compare.html")
     return int(any(change.what in REGRESSIONS for change in changes))

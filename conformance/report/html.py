@@ -21,7 +21,8 @@ Report = dict[str, Any]
 
 
 def show(folder: str | Path) -> int:
-    """Draws the folder's pages and summary and prints where they are; ReportError where there is no report."""
+    """Draws the pages and summary of a folder (or of a file that `conform --json` wrote) and prints where they are;
+    ReportError where there is no report."""
     for path in draw(Path(folder)):
         print(path)
     return 0
@@ -32,7 +33,7 @@ def draw(folder: Path) -> list[Path]:
     reports = reports_of.read(folder)
     if not reports:
         raise reports_of.ReportError(f"{folder} holds an empty report")
-    place = folder if folder.is_dir() else folder.parent
+    place = reports_of.pages(folder)
     (place / "index.html").write_text(index(reports))
     for op in words.ops(reports):
         (place / f"{op}.html").write_text(op_page(op, reports))
