@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from shim.health import Row
+from shim.vllm_plugin.serve import calls_table
+
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the child runs instead of vLLM: a server with a process of its own beside it, or one that misbehaves.
@@ -146,6 +149,15 @@ def test_a_child_that_ends_by_itself_is_a_failure_with_its_cause(serve, behaviou
     assert process.returncode == 1
     assert told in out.splitlines()[-1]
     assert is_gone(helper)
+
+
+def test_the_summary_has_the_ops_that_nobody_called():
+    rows = [Row("fused_moe", "native:jit", 12, 0, 0, 0)]
+    assert calls_table(rows, {"fused_moe": "native:jit", "moe_sum": "mylib"}).splitlines() == [
+        "op         provider    calls",
+        "fused_moe  native:jit     12",
+        "moe_sum    mylib           0",
+    ]
 
 
 def test_nothing_survives_the_death_of_the_command_itself(serve):

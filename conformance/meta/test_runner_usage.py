@@ -73,6 +73,12 @@ def test_an_unknown_policy_names_the_known_ones(run, mode):
     refused(run("ops", "--policy", mode or "none"), "unknown policy", "auto, reference, strict")
 
 
+def test_serve_refuses_an_unknown_policy_before_it_says_anything(run, model, free_port):
+    result = run("serve", model, "--port", free_port, "--policy", "bogus")
+    refused(result, "unknown policy 'bogus'", "auto, reference, strict")
+    assert not result.stdout
+
+
 def test_an_unknown_op_names_the_known_ones(run):
     refused(run("ops", "--provider", "softmax=native"), "unknown op 'softmax'", "topk_softmax")
     refused(run("conform", "--op", "softmax"), "unknown op 'softmax'", "topk_softmax")

@@ -18,6 +18,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from shim.errors import OpshimError
+from shim.health import Row, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "models" / "opshim-tiny"
@@ -78,9 +79,9 @@ def serve(
     from shim.vllm_plugin.models import ops_for_model
 
     needed = ops_for_model(model.config, served_dtype(model.config, options.get("--dtype") or "auto"))
-    say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
     mode = policy or os.environ.get("OPSHIM_POLICY") or "strict"
     chosen = startup.prepare(mode, providers, provider_files, require_certified)
+    say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
     chains = dispatch.resolve(needed, device)
     print(table.text(chains), flush=True)
     unserved = [chain.op.name for chain in chains if chain.selected is None]
@@ -92,7 +93,8 @@ def serve(
 
     command, environment = vllm_command(model, options, host, port, device)
     environment |= startup.environment(chosen, provider_files)
-    return _run(command, environment, model, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}")
+    selected = {chain.op.name: chain.selected.label for chain in chains}
+    return _run(command, environment, model, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", selected)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -233,8 +235,9 @@ def _show_hooks(device: str, needed: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _run(command: list[str], environment: dict[str, str], model: Model, url: str) -> int:
-    from shim.health import summary
+def _run(
+    command: list[str], environment: dict[str, str], model: Model, url: str, selected: Mapping[str, str]
+) -> int:
     from shim.vllm_plugin.supervise import Supervisor
 
     def ready(seconds: float) -> None:
@@ -244,7 +247,7 @@ def _run(command: list[str], environment: dict[str, str], model: Model, url: str
 
     with tempfile.TemporaryDirectory(prefix="opshim-run-") as run:
         end = Supervisor(f"{url}/health", ready).run(command, environment | {"OPSHIM_RUN_DIR": run})
-        print(calls_table(summary(run)), flush=True)
+        print(calls_table(summary(run), selected), flush=True)
     if end.signal is not None:
         say(f"stopped by {end.signal.name}")
         return STOPPED
@@ -253,10 +256,13 @@ def _run(command: list[str], environment: dict[str, str], model: Model, url: str
     return DIED
 
 
-def calls_table(rows) -> str:
-    """Calls per op and provider; failures, refusals and calls outside an op's domain where there were any."""
+def calls_table(rows, selected: Mapping[str, str]) -> str:
+    """Calls per op and provider, and 0 for the provider `selected` for an op that nobody called; failures, refusals and
+    calls outside an op's domain where there were any."""
     if not rows:
         return "no op was called"
+    called = {row.op for row in rows}
+    rows = [*rows, *(Row(op, label, 0, 0, 0, 0) for op, label in selected.items() if op not in called)]
     names = ("op", "provider", "calls", "failures", "refusals", "outside domain")
     cells = [names, *(tuple(map(str, row)) for row in rows)]
     shown = [at for at in range(len(names)) if at < 3 or any(row[at] for row in rows)]
