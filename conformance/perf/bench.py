@@ -12,7 +12,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,20 @@ def on_gpu(names: Sequence[str], providers: Sequence[str], json_out: str | None)
     speed = list(gpu.printed(gpu.rows(names, providers, ceilings), providers))
     overhead = list(printed_overheads(overheads(names, "cuda")))
     if json_out:
-        document = {"schema": 1, "environment": report.environment("cuda"), "ceilings": vars(ceilings)}
-        report.save(Path(json_out), document | {"speed": speed, "overhead": overhead})
+        document = {"schema": 1, "date": time.strftime("%Y-%m-%d"), "environment": report.environment("cuda")}
+        document |= {"versions": installed("vllm", "flash-linear-attention", "flashinfer-python", "triton")}
+        report.save(Path(json_out), document | {"ceilings": vars(ceilings), "speed": speed, "overhead": overhead})
         Path(json_out).with_suffix(".svg").write_text(plot.svg(speed, list(providers)))
     return 0
+
+
+def installed(*distributions: str) -> dict[str, str]:
+    """The versions of those that are installed."""
+    found = {}
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 # ---- speed ----------------------------------------------------------------------------------------------------------

@@ -93,11 +93,11 @@ inline int capability() {  // 90 for 9.0
 inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + int(error); }
 
 // Starts kernel<<<grid, block, shared>>> on the stream; an empty grid is no error. Raises the kernel's shared memory
-// limit where it needs more than the 48 KB that every kernel may have.
+// limit where it may need more than the 48 KB, static memory included, that every kernel has.
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream, Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return kOk;
-  if (shared > 48 * 1024) {
+  if (shared > 32 * 1024) {
     const cudaError_t error =
         cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
     if (error != cudaSuccess) return status_of(error);
