@@ -77,6 +77,7 @@ def one_hook(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
     monkeypatch.setattr(versions, "PLATFORMS", {"cpu": [hook]})
     monkeypatch.setattr(plugin, "_log_with_vllm", lambda: None)
+    monkeypatch.setattr(plugin, "_reach_other_machines", lambda environ: None)
     monkeypatch.setattr(plugin, "_registered", False)
     return hook
 
@@ -117,6 +118,7 @@ def test_warnings_go_where_those_of_vllm_go_unless_the_program_decided(monkeypat
     log, handler = logging.getLogger("opshim"), logging.NullHandler()
     monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
     monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "level", log.level)
     monkeypatch.setattr(log, "handlers", [mine := logging.NullHandler()])
     plugin._log_with_vllm()
     assert (log.handlers, log.propagate) == ([mine], True)
@@ -241,6 +243,11 @@ def test_the_form_follows_what_is_missing_alone(seams, monkeypatch):
     missing.add("fused_moe")
     assert seams.experts.form("cpu", {}) == "staged"
     assert seams.experts.form("cpu", {"OPSHIM_MOE": "fused"}) == "fused"
+    missing.clear()
+    assert seams.experts.form("cuda", {}) == "fused"
+    assert seams.experts.form("cuda", {"OPSHIM_MOE": "staged"}) == "staged"
+    missing.add("fused_moe")
+    assert seams.experts.form("cuda", {}) == "staged"
     with pytest.raises(UnknownNameError, match="auto, fused, staged"):
         seams.experts.form("cpu", {"OPSHIM_MOE": "both"})
 

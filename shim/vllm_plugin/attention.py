@@ -1,8 +1,7 @@
-"""Seam: full attention. A backend over the ops reshape_and_cache, paged_attention_v2 and paged_prefill.
+"""Seam: full attention on the CPU. A backend over the ops reshape_and_cache, paged_attention_v2 and paged_prefill.
 
 vLLM's CPU platform takes CPU_ATTN whatever is asked, so this backend is registered under that name. A page holds the
-keys of its tokens [BS,HK,D], then their values; both caches are views of one buffer whose pages may be padded. In a
-batch, sequences with one new token come first and are decoded; the others, chunks of prompts included, are prefilled.
+keys of its tokens [BS,HK,D], then their values; both caches are views of one buffer whose pages may be padded.
 """
 
 from __future__ import annotations
@@ -21,15 +20,9 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
-import shim
 from shim.vllm_plugin.hooking import miss, require
-from shim.vllm_plugin.versions import HookError
-
-OPS = ("reshape_and_cache", "paged_attention_v2", "paged_prefill")
-reshape_and_cache, paged_attention_v2, paged_prefill = map(shim.get, OPS)
-MAX_HEAD_SIZE = 256  # of those ops
+from shim.vllm_plugin.paged import MAX_HEAD_SIZE, OPS, attend, reshape_and_cache, split
 
 
 class ShimAttentionBackend(CPUAttentionBackend):
@@ -60,9 +53,6 @@ class ShimAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.refusals != {None}:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         common = common_attn_metadata
-        if common.causal is not True:
-            raise HookError("opshim's attention is causal, this batch is not; run vLLM without opshim (VLLM_PLUGINS=)")
-        decodes, prefills, decode_tokens, _ = split_decodes_and_prefills(common)
         return ShimAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -72,9 +62,7 @@ class ShimAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
-            num_decode_tokens=decode_tokens,
-            num_decodes=decodes,
-            prefill_start_loc=common.query_start_loc[decodes:] - decode_tokens if prefills else None,
+            **split(common),
         )
 
 
@@ -124,18 +112,8 @@ class ShimAttention(CPUAttentionBackendImpl):
             )
         if attn_metadata is None:  # while vLLM measures memory
             return output
-        caches = self._caches(kv_cache)
         options = self.scale, self.logits_soft_cap, max(0, self.sliding_window), self.alibi_slopes
-        tables, lengths = attn_metadata.block_table, attn_metadata.seq_lens
-        split, end, first = attn_metadata.num_decode_tokens, attn_metadata.num_actual_tokens, attn_metadata.num_decodes
-        if split:
-            output[:split] = paged_attention_v2(query[:split], *caches, tables[:first], lengths[:first], *options)
-        if end > split:
-            starts = attn_metadata.prefill_start_loc
-            output[split:end] = paged_prefill(
-                query[split:end], *caches, tables[first:], starts, lengths[first:], *options
-            )
-        return output
+        return attend(query, self._caches(kv_cache), attn_metadata, options, output)
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [NB,BS,HK,D] as views of vLLM's [NB,HK,BS,2D], whose pages are dense inside."""

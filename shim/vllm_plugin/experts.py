@@ -1,9 +1,12 @@
 """Seam: the experts of a mixture. The checkpoint's own weights (w13 [E,2I,H], w2 [E,H,I]), fused or stage by stage.
 
-`fused_moe` serves small batches. Where the experts get several rows each, the stages do: moe_align_block_size,
-grouped_gemm, silu and product, grouped_gemm, moe_sum, so that a stage without a native implementation is replaced
-alone. If fused_moe itself is the one that falls back to its reference, the stages serve every batch, and the other way
-round. OPSHIM_MOE=fused or OPSHIM_MOE=staged decides it by hand.
+On CUDA `fused_moe` serves every batch. On the CPU it serves small ones; where the experts get several rows each, the
+stages do: moe_align_block_size, grouped_gemm, silu and product, grouped_gemm, moe_sum, so that a stage without a native
+implementation is replaced alone. If fused_moe itself is the one that falls back to its reference, the stages serve
+every batch, and the other way round. OPSHIM_MOE=fused or OPSHIM_MOE=staged decides it by hand.
+
+Shared experts, dispatch to other ranks and the sum over them are vLLM's: its runner does them around this method where
+the method owns no kernel of vLLM's, and none is made here.
 """
 
 from __future__ import annotations
@@ -48,6 +51,14 @@ class ShimExperts(UnquantizedFusedMoEMethod):
     def is_monolithic(self) -> bool:
         return super().is_monolithic if self.refusal else False
 
+    @property
+    def topk_indices_dtype(self) -> torch.dtype | None:
+        return super().topk_indices_dtype if self.refusal else torch.int32
+
+    def maybe_make_prepare_finalize(self, routing_tables=None):
+        """0.24 asks for a kernel's dispatch between ranks; its runner dispatches where it gets none."""
+        return super().maybe_make_prepare_finalize(routing_tables) if self.refusal else None
+
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         if self.refusal:
             return super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
@@ -75,6 +86,11 @@ def _refusal(moe) -> str | None:
         return "LoRA is enabled"
     if any(value is not None for value in (moe.swiglu_limit, moe.swiglu_alpha, moe.swiglu_beta)):
         return "its SwiGLU is clamped or scaled"
+    if moe.moe_backend != "auto":
+        return f"--moe-backend {moe.moe_backend} was asked for"
+    parallel = moe.moe_parallel_config
+    if parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels:
+        return f"its ranks exchange tokens by {parallel.all2all_backend}"
     return None
 
 
@@ -85,7 +101,7 @@ def form(device: str, environ=os.environ) -> str:
         raise UnknownNameError("OPSHIM_MOE", chosen, FORMS)
     if chosen == "auto" and falls_back("fused_moe", device):
         return "staged"
-    if chosen == "auto" and any(falls_back(stage, device) for stage in STAGES):
+    if chosen == "auto" and (device == "cuda" or any(falls_back(stage, device) for stage in STAGES)):
         return "fused"
     return chosen
 

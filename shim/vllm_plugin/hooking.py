@@ -1,8 +1,10 @@
-"""What the hooks share: what happens to a miss, and whether the ops behind a layer can serve."""
+"""What the hooks share: what happens to a miss, whether the ops behind a layer can serve, and who serves them here."""
 
 from __future__ import annotations
 
 import logging
+
+import torch
 
 import shim
 from shim import policy, table
@@ -10,6 +12,7 @@ from shim.errors import OpUnavailableError
 from shim.vllm_plugin.versions import HookError
 
 log = logging.getLogger("opshim")
+_told: set[tuple[str, ...]] = set()
 
 
 def miss(what: str, reason: str) -> None:
@@ -21,7 +24,8 @@ def miss(what: str, reason: str) -> None:
 
 
 def require(names: tuple[str, ...], device: str) -> None:
-    """OpUnavailableError with the chain table if the policy lets nobody serve one of the ops."""
+    """OpUnavailableError with the chain table if the policy lets nobody serve one of the ops. Else it is logged, once,
+    who serves them on this rank: ranks may differ, and only they know."""
     chains = [shim.get(name).chain(device) for name in names]
     missing = [chain.op.name for chain in chains if chain.selected is None]
     if missing:
@@ -29,6 +33,16 @@ def require(names: tuple[str, ...], device: str) -> None:
             f"{', '.join(missing)}: no implementation on {device} under policy {policy.current().mode}\n"
             f"{table.text(chains)}"
         )
+    served = tuple(f"{chain.op.name} {chain.selected.label}" for chain in chains)
+    if served not in _told:
+        _told.add(served)
+        log.info("rank %d: %s", rank(), ", ".join(served))
+
+
+def rank() -> int:
+    """Of this process among all workers; 0 where it is alone."""
+    distributed = torch.distributed
+    return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def falls_back(name: str, device: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 
 from shim import plugins, policy
@@ -15,6 +16,7 @@ from shim.errors import OpshimError
 from shim.vllm_plugin import hooking, versions
 from shim.vllm_plugin.versions import Hook, HookError
 
+PREFIX, COPIED = "OPSHIM_", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 _registered = False
 
 
@@ -42,20 +44,37 @@ def _register() -> None:
 
     _log_with_vllm()
     versions.check_version(vllm.__version__)
+    _reach_other_machines(os.environ)
     plugins.load_all()
     policy.current().validate()
-    platform = current_platform.device_type
+    platform = _name(current_platform)
     if not hooks(platform):
         hooking.miss("every layer", f"opshim has no hooks for vLLM's platform {platform}")
     for hook in hooks(platform):
         _set(hook, vllm.__version__)
 
 
+def _name(platform) -> str:
+    """What `hooks` knows vLLM's platform by. Torch calls ROCm's devices cuda, too."""
+    device = platform.device_type
+    return "rocm" if device == "cuda" and not platform.is_cuda() else device
+
+
 def _log_with_vllm() -> None:
     """opshim's warnings go where vLLM's go, in its format, unless the program has set up opshim's logger itself."""
     log = logging.getLogger("opshim")
     if not log.handlers:
-        log.handlers, log.propagate = list(logging.getLogger("vllm").handlers), False
+        vllm = logging.getLogger("vllm")
+        log.handlers, log.propagate = list(vllm.handlers), False
+        log.setLevel(vllm.level)
+
+
+def _reach_other_machines(environ) -> None:
+    """Lets vLLM copy opshim's variables to its Ray workers. The list of such prefixes is also part of the key under
+    which vLLM keeps what torch.compile made, so that it never takes a graph that was traced without the hooks."""
+    prefixes = [prefix for prefix in environ.get(COPIED, "").split(",") if prefix]
+    if PREFIX not in prefixes:
+        environ[COPIED] = ",".join([*prefixes, PREFIX])
 
 
 def _set(hook: Hook, version: str) -> None:

@@ -1,7 +1,8 @@
 """Everything the plugin relies on inside vLLM, in one place: versions, hooks, and the names each hook reaches for.
 
 A name is written "module:Class.attribute". `parameters` lists the names of a function's parameters, where the plugin
-calls it, replaces it or overrides it; None where only its existence matters.
+calls it, replaces it or overrides it; None where only its existence matters, a tuple where versions differ in a way
+that the plugin does not mind.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ ANY = "OPSHIM_ALLOW_ANY_VLLM"
 
 LAYERS = "vllm.model_executor.layers"
 ATTENTION = "vllm.v1.attention"
+MOE = f"{LAYERS}.fused_moe"
+Parameters = str | tuple[str, ...] | None
 
 
 class HookError(OpshimError):
@@ -33,9 +36,50 @@ class Hook:
     module: str  # of this package; its `install()` sets the hook
     ops: tuple[str, ...]
     how: str
-    targets: dict[str, str | None]  # name inside vLLM -> parameters
+    targets: dict[str, Parameters]  # name inside vLLM -> parameters
     state: str = "not set"  # "not set" | "set" | "missed"
     reason: str = field(default="")
+
+
+# What CPU and CUDA have in common.
+
+DELTA_RULE = {
+    f"{LAYERS}.mamba.gdn.base:GatedDeltaNetAttention.get_state_dtype": "self",
+    f"{LAYERS}.mamba.mamba_utils:is_conv_state_dim_first": "",
+    "vllm.model_executor.utils:set_weight_attrs": "weight, weight_attrs",
+    f"{ATTENTION}.backends.utils:NULL_BLOCK_ID": None,
+}
+UPDATE = (
+    "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, max_query_len, "
+    "null_block_id, block_idx_last_scheduled_token, initial_state_idx, validate_data"
+)
+PAGED = {
+    f"{ATTENTION}.backends.utils:split_decodes_and_prefills": (
+        "common_attn_metadata, decode_threshold, require_uniform, treat_short_extends_as_decodes"
+    ),
+}
+
+
+def _experts() -> Hook:
+    return Hook(
+        "experts",
+        "shim.vllm_plugin.experts",
+        ("fused_moe", "moe_align_block_size", "grouped_gemm", "moe_sum"),
+        "CustomOp.register_oot UnquantizedFusedMoEMethod",
+        {
+            "vllm.model_executor.custom_op:CustomOp.register_oot": "_decorated_op_cls, name",
+            f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.__init__": "self, moe",
+            f"{MOE}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply": (
+                "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
+            ),
+            f"{MOE}.fused_moe_method_base:FusedMoEMethodBase.topk_indices_dtype": None,
+            f"{MOE}.oracle.unquantized:UnquantizedMoeBackend.OOT": None,
+            f"{MOE}.config:FusedMoEConfig.moe_backend": None,
+            f"{MOE}.config:FusedMoEParallelConfig.use_all2all_kernels": None,
+            f"{MOE}.config:FusedMoEParallelConfig.use_ag_rs_all2all_kernels": None,
+            f"{MOE}.routed_experts:RoutedExperts.expert_map": None,
+        },
+    )
 
 
 CPU = [
@@ -45,26 +89,13 @@ CPU = [
         ("topk_softmax",),
         "subclass put in the place of CPURouter in router_factory",
         {
-            f"{LAYERS}.fused_moe.router.router_factory:CPURouter": None,
-            f"{LAYERS}.fused_moe.router.cpu_router:CPURouter._compute_routing": (
+            f"{MOE}.router.router_factory:CPURouter": None,
+            f"{MOE}.router.cpu_router:CPURouter._compute_routing": (
                 "self, hidden_states, router_logits, indices_type, input_ids"
             ),
         },
     ),
-    Hook(
-        "experts",
-        "shim.vllm_plugin.experts",
-        ("fused_moe", "moe_align_block_size", "grouped_gemm", "moe_sum"),
-        "CustomOp.register_oot UnquantizedFusedMoEMethod",
-        {
-            "vllm.model_executor.custom_op:CustomOp.register_oot": "_decorated_op_cls, name",
-            f"{LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.__init__": "self, moe",
-            f"{LAYERS}.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod.apply": (
-                "self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input"
-            ),
-            f"{LAYERS}.fused_moe.oracle.unquantized:UnquantizedMoeBackend.OOT": None,
-        },
-    ),
+    _experts(),
     Hook(
         "gated_delta_net",
         "shim.vllm_plugin.gated_delta_net",
@@ -84,9 +115,8 @@ CPU = [
             f"{LAYERS}.mamba.ops.cpu.causal_conv1d:causal_conv1d_update_cpu": (
                 "x, conv_state, weight, bias, activation, conv_state_indices, query_start_loc, pad_slot_id, kwargs"
             ),
-            f"{LAYERS}.mamba.mamba_utils:is_conv_state_dim_first": "",
             "vllm.utils.torch_utils:_resolve_layer_name": "layer_name",
-            f"{ATTENTION}.backends.utils:NULL_BLOCK_ID": None,
+            **DELTA_RULE,
         },
     ),
     Hook(
@@ -107,9 +137,7 @@ CPU = [
             f"{ATTENTION}.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": (
                 "self, layer, key, value, kv_cache, slot_mapping"
             ),
-            f"{ATTENTION}.backends.utils:split_decodes_and_prefills": (
-                "common_attn_metadata, decode_threshold, require_uniform, treat_short_extends_as_decodes"
-            ),
+            **PAGED,
         },
     ),
     Hook(
@@ -123,7 +151,96 @@ CPU = [
         },
     ),
 ]
-PLATFORMS = {"cpu": CPU}
+CUDA = [
+    Hook(
+        "router",
+        "shim.vllm_plugin.router_cuda",
+        ("topk_softmax",),
+        "subclass put in the place of FusedTopKRouter in router_factory; function create_fused_moe_router replaced",
+        {
+            f"{MOE}.router.router_factory:FusedTopKRouter": None,
+            f"{MOE}.router.fused_topk_router:FusedTopKRouter.__init__": (
+                "self, top_k, global_num_experts, scoring_func, renormalize, eplb_state"
+            ),
+            f"{MOE}.router.fused_topk_router:FusedTopKRouter._compute_routing": (
+                "self, hidden_states, router_logits, indices_type, input_ids"
+            ),
+            f"{MOE}.layer:create_fused_moe_router": None,
+        },
+    ),
+    _experts(),
+    Hook(
+        "gated_delta_net",
+        "shim.vllm_plugin.gated_delta_net_cuda",
+        ("gdn_gating", "gdn_prefill", "gdn_decode"),
+        "PluggableLayer.register_oot QwenGatedDeltaNetAttention, its _forward_core overridden",
+        {
+            "vllm.model_executor.custom_op:PluggableLayer.register_oot": "_decorated_layer_cls, name",
+            f"{LAYERS}.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._forward_core": (
+                "self, mixed_qkv, b, a, core_attn_out"
+            ),
+            **DELTA_RULE,
+            f"{LAYERS}.mamba.ops.causal_conv1d:causal_conv1d_fn": (
+                "x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, "
+                "pad_slot_id, null_block_id, block_idx_first_scheduled_token, block_idx_last_scheduled_token, "
+                "initial_state_idx, num_computed_tokens, block_size_to_align, metadata, validate_data"
+            ),
+            f"{LAYERS}.mamba.ops.causal_conv1d:causal_conv1d_update": (UPDATE, f"{UPDATE}, out"),  # 0.24, 0.32
+            "vllm.forward_context:get_forward_context": "",
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.has_initial_state": None,
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.non_spec_query_start_loc": None,
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.non_spec_state_indices_tensor": None,
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_query_start_loc": None,
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_has_initial_state": None,
+        },
+    ),
+    Hook(
+        "attention",
+        "shim.vllm_plugin.attention_cuda",
+        ("reshape_and_cache", "paged_attention_v2", "paged_prefill"),
+        "the platform's get_attn_backend_cls asks for opshim's backend first",
+        {
+            "vllm.platforms.cuda:CudaPlatformBase.get_attn_backend_cls": (
+                "selected_backend, attn_selector_config, num_heads"
+            ),
+            f"{ATTENTION}.backends.registry:AttentionBackendEnum.FLASH_ATTN": None,
+            f"{ATTENTION}.backends.flash_attn:FlashAttentionBackend.validate_configuration": None,
+            f"{ATTENTION}.backends.flash_attn:FlashAttentionBackend.forward_includes_kv_cache_update": None,
+            f"{ATTENTION}.backends.flash_attn:FlashAttentionImpl.__init__": (
+                "self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, "
+                "logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks"
+            ),
+            f"{ATTENTION}.backends.flash_attn:FlashAttentionImpl.forward": (
+                "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale"
+            ),
+            f"{ATTENTION}.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": (
+                "self, layer, key, value, kv_cache, slot_mapping"
+            ),
+            f"{ATTENTION}.backend:AttentionMetadataBuilder.__init__": (
+                "self, kv_cache_spec, layer_names, vllm_config, device"
+            ),
+            f"{ATTENTION}.backend:AttentionMetadataBuilder.build": (
+                "self, common_prefix_len, common_attn_metadata, fast_build"
+            ),
+            f"{ATTENTION}.backend:AttentionMetadataBuilder.update_block_table": (
+                "self, metadata, blk_table, slot_mapping"
+            ),
+            f"{ATTENTION}.backend:AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE": None,
+            **PAGED,
+        },
+    ),
+    Hook(
+        "linear",
+        "shim.vllm_plugin.linear_cuda",
+        ("matmul_fp16",),
+        "function default_unquantized_gemm replaced",
+        {
+            f"{LAYERS}.utils:default_unquantized_gemm": "layer, x, weight, bias",
+            f"{LAYERS}.utils:dispatch_unquantized_gemm": ("", "linear_backend"),  # 0.24, 0.32
+        },
+    ),
+]
+PLATFORMS = {"cpu": CPU, "cuda": CUDA}
 
 
 def check_version(version: str, environ=os.environ) -> None:
@@ -137,7 +254,7 @@ def check_version(version: str, environ=os.environ) -> None:
         )
 
 
-def find(target: str, parameters: str | None):
+def find(target: str, parameters: Parameters):
     """What a name inside vLLM stands for; HookError where it is not there or takes other parameters."""
     module, _, path = target.partition(":")
     try:
@@ -149,7 +266,12 @@ def find(target: str, parameters: str | None):
             raise HookError(f"{target} does not exist")
         found = getattr(found, name)
     if parameters is not None:
-        given = ", ".join(inspect.signature(found).parameters)
-        if given != parameters:
-            raise HookError(f"{target} takes ({given}), expected ({parameters})")
+        check_parameters(target, ", ".join(inspect.signature(found).parameters), parameters)
     return found
+
+
+def check_parameters(target: str, given: str, expected: str | tuple[str, ...]) -> None:
+    """HookError where a function takes other parameters than expected."""
+    forms = (expected,) if isinstance(expected, str) else expected
+    if given not in forms:
+        raise HookError(f"{target} takes ({given}), expected {' or '.join(f'({form})' for form in forms)}")

@@ -1,0 +1,162 @@
+"""vLLM's hooks for CUDA, on the CPU: what every process does, router, experts and linear layers."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import opshim
+from shim.policy import Policy, using
+from shim.vllm_plugin import hooking, plugin
+from shim.vllm_plugin.versions import HookError
+
+needs_vllm = pytest.mark.xdist_group("vllm")
+
+
+# ---- every process --------------------------------------------------------------------------------------------------
+
+
+def test_rocm_is_not_cuda_though_torch_calls_it_so():
+    assert plugin._name(SimpleNamespace(device_type="cuda", is_cuda=lambda: True)) == "cuda"
+    assert plugin._name(SimpleNamespace(device_type="cuda", is_cuda=lambda: False)) == "rocm"
+    assert plugin.hooks("rocm") == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, "OPSHIM_"), ("MY_,YOUR_", "MY_,YOUR_,OPSHIM_"), ("OPSHIM_,MY_", "OPSHIM_,MY_")]
+)
+def test_vllm_is_told_to_copy_our_variables_to_other_machines(before, after):
+    environ = {} if before is None else {plugin.COPIED: before}
+    plugin._reach_other_machines(environ)
+    assert environ == {plugin.COPIED: after}
+
+
+@needs_vllm
+def test_vllm_copies_them_and_keeps_compiled_graphs_apart(monkeypatch):
+    envs = pytest.importorskip("vllm.envs")
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    monkeypatch.setenv("OPSHIM_POLICY", "strict")
+    monkeypatch.delenv(plugin.COPIED, raising=False)
+    assert "OPSHIM_POLICY" not in get_env_vars_to_copy()
+    without = envs.compile_factors()
+    monkeypatch.setenv(plugin.COPIED, "OPSHIM_")
+    assert "OPSHIM_POLICY" in get_env_vars_to_copy()
+    assert envs.compile_factors() != without
+
+
+def test_who_serves_is_logged_once_with_the_rank(monkeypatch, caplog):
+    monkeypatch.setattr(hooking, "_told", set())
+    monkeypatch.setattr(hooking, "rank", lambda: 3)
+    with using(Policy("reference")), caplog.at_level(logging.INFO, "opshim"):
+        for _ in range(2):
+            hooking.require(("moe_sum", "fused_moe"), "cpu")
+    assert [record.getMessage() for record in caplog.records] == ["rank 3: moe_sum reference, fused_moe reference"]
+
+
+# ---- seams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def seams():
+    """The seams' modules; skips where vLLM is not installed."""
+    pytest.importorskip("vllm")
+    from shim.vllm_plugin import experts, linear_cuda, router_cuda
+
+    return SimpleNamespace(experts=experts, linear=linear_cuda, router=router_cuda)
+
+
+@pytest.fixture
+def reference():
+    with using(Policy("reference")):
+        yield
+
+
+@needs_vllm
+def test_the_router_serves_softmax_and_sends_padding_nowhere(seams, reference, monkeypatch):
+    logits = torch.randn(7, 16, generator=torch.Generator().manual_seed(0))
+    router = seams.router.ShimRouter(4, 16)
+    expected = opshim.get("topk_softmax").reference(logits, 4)
+    torch.testing.assert_close(router._compute_routing(logits, logits, None), expected)
+    monkeypatch.setattr(seams.router, "_padding", lambda tokens: torch.arange(tokens) >= 5)
+    _, ids = router._compute_routing(logits, logits, torch.int32)
+    assert torch.equal(ids[:5], expected[1][:5])
+    assert (ids[5:] == -1).all()
+
+
+@needs_vllm
+def test_another_router_is_a_miss(seams, monkeypatch):
+    monkeypatch.setattr(seams.router, "_create", lambda **kwargs: SimpleNamespace(**kwargs))
+    with using(Policy("strict")):
+        with pytest.raises(HookError, match="a router, not opshim: its scores are sigmoid"):
+            seams.router.ShimRouter(4, 16, scoring_func="sigmoid")
+        with pytest.raises(HookError, match="not the formula of SimpleNamespace"):
+            seams.router.create_fused_moe_router(top_k=4)
+    with using(Policy("auto")):
+        assert seams.router.create_fused_moe_router(top_k=4).top_k == 4
+
+
+@needs_vllm
+def test_experts_of_two_ranks_sum_to_the_layer(seams, reference):
+    inputs = opshim.get("fused_moe").example(torch.Generator().manual_seed(1), "cpu", torch.float32, T=9, E=6, topk=3)
+    x, weights, ids = inputs["x"], inputs["topk_weights"], inputs["topk_ids"]
+    method = SimpleNamespace(refusal=None, form="fused")
+
+    def apply(mine, expert_map):
+        layer = SimpleNamespace(
+            w13_weight=inputs["w1"][mine],
+            w2_weight=inputs["w2"][mine],
+            expert_map=expert_map,
+            apply_router_weight_on_input=False,
+            global_num_experts=6,
+        )
+        return seams.experts.ShimExperts.apply(method, layer, x, weights, ids, None, None)
+
+    whole = apply(slice(None), None)
+    maps = torch.tensor([[0, 1, 2, -1, -1, -1], [-1, -1, -1, 0, 1, 2]], dtype=torch.int32)
+    torch.testing.assert_close(apply(slice(0, 3), maps[0]) + apply(slice(3, 6), maps[1]), whole)
+
+
+@needs_vllm
+@pytest.mark.parametrize("changed", [{"moe_backend": "triton"}, {"all2all_backend": "deepep_low_latency"}])
+def test_experts_refuse_what_was_asked_for_by_name(seams, changed):
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
+    exchange = "all2all_backend" in changed
+    parallel = SimpleNamespace(use_all2all_kernels=exchange, use_ag_rs_all2all_kernels=False, **changed)
+    moe = SimpleNamespace(activation=MoEActivation.SILU, has_bias=False, is_lora_enabled=False, moe_backend="auto")
+    vars(moe).update(swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None, moe_parallel_config=parallel)
+    vars(moe).update(changed)
+    assert next(iter(changed.values())) in seams.experts._refusal(moe)
+
+
+@needs_vllm
+def test_float16_goes_to_the_op_also_when_traced_and_the_rest_to_vllm(seams, reference, monkeypatch):
+    x, weight, bias = torch.randn(3, 8).half(), torch.randn(4, 8).half(), torch.randn(4).half()
+    expected = torch.nn.functional.linear(x.float(), weight.float(), bias.float()).half()
+    graphs = []
+    traced = torch.compile(
+        lambda *given: seams.linear.unquantized_gemm(None, *given),
+        backend=lambda graph, inputs: graphs.append(graph) or graph.forward,
+        fullgraph=True,
+    )
+    for call in (traced, lambda *given: seams.linear.unquantized_gemm(None, *given)):
+        torch.testing.assert_close(call(x, weight, bias), expected, atol=1e-3, rtol=1e-3)
+    assert "opshim.matmul_fp16" in graphs[0].code
+    monkeypatch.setattr(seams.linear, "_stock", lambda *given: given)
+    other = x.bfloat16(), weight.bfloat16(), None
+    assert seams.linear.unquantized_gemm("layer", *other) == ("layer", *other)
+
+
+@needs_vllm
+def test_the_linear_hook_is_set_only_where_vllm_gives_it_out(seams, monkeypatch):
+    utils = seams.linear.utils
+    monkeypatch.setattr(utils, "default_unquantized_gemm", seams.linear._stock)
+    with pytest.raises(HookError, match="does not give out"):  # on the CPU it gives out another one
+        seams.linear.install()
+    assert utils.default_unquantized_gemm is seams.linear._stock
+    cuda = SimpleNamespace(is_rocm=lambda: False, is_cpu=lambda: False, is_cuda=lambda: True)
+    monkeypatch.setattr(utils, "current_platform", cuda)
+    seams.linear.install()
+    assert utils.dispatch_unquantized_gemm() is seams.linear.unquantized_gemm

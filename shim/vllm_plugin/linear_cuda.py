@@ -1,0 +1,33 @@
+"""Seam: unquantized linear layers in float16 on CUDA, logits included. `matmul_fp16` over the layer's weights.
+
+torch.compile traces the layers, so the op is called as torch knows it there. Other dtypes are none of the op's: they
+stay with vLLM, and no call of theirs passes through the shim.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers import utils
+
+import shim
+from shim.vllm_plugin.versions import HookError
+
+matmul_fp16 = shim.get("matmul_fp16")
+_stock = utils.default_unquantized_gemm
+
+
+def unquantized_gemm(
+    layer: torch.nn.Module, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    if not x.dtype == weight.dtype == torch.float16:
+        return _stock(layer, x, weight, bias)
+    if torch.compiler.is_compiling():
+        return torch.ops.opshim.matmul_fp16(x, weight, bias)
+    return matmul_fp16(x, weight, bias)
+
+
+def install() -> None:
+    utils.default_unquantized_gemm = unquantized_gemm
+    if utils.dispatch_unquantized_gemm() is not unquantized_gemm:
+        utils.default_unquantized_gemm = _stock
+        raise HookError("dispatch_unquantized_gemm does not give out default_unquantized_gemm")
