@@ -217,7 +217,7 @@ def conform(ops, certificates, **options):
 def conform_server(url, **options):
     """Check from outside what the server at URL promises its clients: lengths, streams, usage, tools, refusals, load.
 
-    Sends about 350 requests, so best to a server that does nothing else. OPENAI_API_KEY is sent as the key.
+    Sends about 300 requests, so best to a server that does nothing else. OPENAI_API_KEY is sent as the key.
 
     \b
     Exit code: 0 all passed (what the server lacks is skipped, with the reason), 1 any failure, 2 wrong usage.

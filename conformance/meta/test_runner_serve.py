@@ -20,7 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # What the child runs instead of vLLM: a server with a process of its own beside it, or one that misbehaves.
 STAND_IN = """
 import http.server, os, signal, subprocess, sys
-print("arguments:", sys.argv, "policy:", os.environ["OPSHIM_POLICY"], flush=True)
+rules = os.environ.get("OPSHIM_REQUEST_POLICY")
+print("arguments:", sys.argv, "policy:", os.environ["OPSHIM_POLICY"], "rules:", rules, flush=True)
 
 def main():
     behaviour = os.environ["BEHAVIOUR"]
@@ -125,6 +126,12 @@ def test_options_of_vllm_and_the_policy_reach_the_child(serve):
     told = lines_until(process.stderr, "arguments:")[-1]
     assert "'--max-model-len', '64', '--dtype=float32'" in told
     assert "'--served-model-name', 'a-model'" in told and "policy: reference" in told
+
+
+def test_the_request_policy_reaches_the_child(serve):
+    process, _ = serve("serves", "--request-policy", "refuse_large_n")
+    told = lines_until(process.stderr, "arguments:")[-1]
+    assert "'--middleware', 'shim.vllm_plugin.request_policy.RequestPolicy'" in told and "rules: refuse_large_n" in told
 
 
 def test_a_child_that_ignores_the_signal_is_ended_by_a_second_one(serve):

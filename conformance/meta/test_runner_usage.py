@@ -50,7 +50,7 @@ def refused(result, *words):
         assert word in result.stderr
 
 
-@pytest.mark.parametrize("command", ["serve", "ops", "build", "bench", "conform", "replay", "report"])
+@pytest.mark.parametrize("command", ["serve", "ops", "build", "bench", "conform", "conform-server", "replay", "report"])
 def test_every_command_has_help_with_an_example(run, command):
     result = run(command, "--help")
     assert result.exit_code == 0
@@ -123,6 +123,11 @@ def test_the_chain_table_is_json_on_request(run):
 @pytest.mark.parametrize("port", ["0", "65536", "-1"])
 def test_serve_refuses_a_port_that_cannot_be(run, model, port):
     refused(run("serve", model, "--port", port), f"port {port}", "65535")
+
+
+def test_serve_refuses_an_unknown_rule_of_the_request_policy(run, model, free_port):
+    result = run("serve", model, "--port", free_port, "--request-policy", "clamp_max_tokens,be_nice")
+    refused(result, "'be_nice'", "clamp_max_tokens, no_thinking_when_short, refuse_large_n")
 
 
 def test_serve_refuses_a_port_in_use(run, model):

@@ -67,7 +67,9 @@ class Server:
         self.out, self.log = [], []
         command = [sys.executable, ROOT / "runner.py", "serve", MODEL, "--port", str(self.port), *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=environment("strict"), cwd=ROOT, **pipes)
+        # Threads that wait for each other are slow where cores are shared with other tests: 10 times and more.
+        own = environment("strict") | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, env=own, cwd=ROOT, **pipes)
         self._ready = threading.Event()
         self._readers = [
             threading.Thread(target=self._read, args=pair, daemon=True)

@@ -1,7 +1,11 @@
-"""`runner.py serve` with the bundled model, in float16 on native ops only, driven by the openai client."""
+"""`runner.py serve` with the bundled model, in float16 on native ops only: driven by the openai client, and under all of
+the checks of `runner.py conform-server`."""
 
+import json
 import signal
 import socket
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -9,7 +13,9 @@ import pytest
 
 from conformance.serving import engines
 from conformance.serving.agreement import disagreements
+from conformance.serving.checks import CHECKS
 from conformance.serving.score import PROMPTS, TEXTS, TOP, positions
+from shim.vllm_plugin.request_policy import RULES
 
 NAME = "opshim-tiny"
 OPS = {
@@ -23,11 +29,15 @@ OPS = {
     "paged_prefill",
     "matmul_fp16",
 }
+# All that the checks can look at, and prompts cut into chunks: none of them is to be skipped.
+OPTIONS = ["--policy", "strict", "--dtype", "float16", "--max-model-len", "1024", "--request-policy", ",".join(RULES)]
+OPTIONS += ["--enable-prefix-caching", "--max-num-batched-tokens", "256", "--enable-prompt-tokens-details"]
+OPTIONS += ["--enable-auto-tool-choice", "--tool-call-parser", "qwen3_coder"]
 
 
 @pytest.fixture(scope="module")
 def server():
-    with engines.serving("--policy", "strict", "--dtype", "float16", "--max-model-len", "1024") as server:
+    with engines.serving(*OPTIONS) as server:
         yield server
 
 
@@ -112,6 +122,44 @@ def test_a_wrong_request_is_refused_and_the_server_goes_on(client):
     with pytest.raises(openai.NotFoundError):
         client.completions.create(model="another", prompt="word")
     assert complete(client, "The capital of Italy is").choices[0].text
+
+
+def test_the_request_policy_is_in_force(client):
+    def ask(**options):
+        messages = [{"role": "user", "content": "What is the capital of Italy?"}]
+        raw = client.chat.completions.with_raw_response.create(model=NAME, messages=messages, temperature=0, **options)
+        return raw.headers.get("x-opshim-request-policy"), raw.parse()
+
+    told, answer = ask(max_tokens=5000)
+    room = 1024 - answer.usage.prompt_tokens
+    assert told == f"clamp_max_tokens: max_tokens 5000 to {room}" and "Rome" in answer.choices[0].message.content
+    assert ask(max_tokens=200)[0] is None
+    told, stream = ask(max_tokens=16, stream=True)
+    assert told == "no_thinking_when_short: enable_thinking false" and len(list(stream)) > 5
+    with pytest.raises(openai.BadRequestError, match="n=5000 is above the .* sequences"):
+        ask(max_tokens=200, n=5000)
+
+
+@pytest.fixture(scope="module")
+def verdict(client, tmp_path_factory):
+    """Exit code and report of `runner.py conform-server`."""
+    out = tmp_path_factory.mktemp("conform-server") / "result.json"
+    command = [sys.executable, "runner.py", "conform-server", str(client.base_url), "--json", out]
+    done = subprocess.run(command, cwd=engines.ROOT, capture_output=True, text=True, check=False, timeout=400)
+    assert out.exists(), done.stdout + done.stderr
+    return done, json.loads(out.read_text())
+
+
+@pytest.mark.parametrize("name", [check.name for check in CHECKS])
+def test_the_server_conforms(verdict, name):
+    result = next(check for check in verdict[1]["checks"] if check["name"] == name)
+    assert result["status"] == "pass", f"expected {result['expected']}; actual: {result['actual']}"
+
+
+def test_conform_server_says_so(verdict):
+    done, told = verdict
+    assert (done.returncode, told["verdict"], told["model"]) == (0, "pass", NAME), done.stdout
+    assert f"{len(CHECKS)} passed, 0 failed, 0 skipped" in done.stdout
 
 
 def test_a_signal_ends_the_server_with_a_summary_of_native_calls(server, client):

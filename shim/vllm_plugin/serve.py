@@ -19,6 +19,7 @@ from pathlib import Path
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
+from shim.vllm_plugin import request_policy as request_rules
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "models" / "opshim-tiny"
@@ -67,10 +68,12 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     require_certified: bool = False,
+    request_policy: str | None = None,
 ) -> int:
     """Serves until a signal comes; returns the exit code. `arguments`: the model first (or none), then vLLM's options.
     OpshimError for wrong usage."""
     model, options = split(arguments)
+    rules = () if request_policy is None else request_rules.parse(request_policy)
     check_port(host, port)
     model = find_model(model, weights=options.get("--load-format") != "dummy")
     device = check_vllm()
@@ -91,7 +94,7 @@ def serve(
         return UNSERVED
     _show_hooks(device, needed)
 
-    command, environment = vllm_command(model, options, host, port, device)
+    command, environment = vllm_command(model, options, host, port, device, rules)
     environment |= startup.environment(chosen, provider_files)
     selected = {chain.op.name: chain.selected.label for chain in chains}
     return _run(command, environment, model, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", selected)
@@ -201,7 +204,9 @@ def served_dtype(config: Mapping, dtype: str) -> str:
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
 
 
-def vllm_command(model: Model, options: Options, host: str, port: int, device: str) -> tuple[list[str], dict[str, str]]:
+def vllm_command(
+    model: Model, options: Options, host: str, port: int, device: str, rules: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
     """Arguments and environment of vLLM's `serve`; what the user gave wins over each default, which is told."""
     command = [model.path, "--host", host, "--port", str(port)]
     environment = dict(os.environ)
@@ -216,6 +221,9 @@ def vllm_command(model: Model, options: Options, host: str, port: int, device: s
             command += ["--enforce-eager"]
             defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
     taken = {name: value for name, value in defaults.items() if name not in environment}
+    if rules:
+        command += ["--middleware", request_rules.PATH]
+        taken[request_rules.VARIABLE] = ",".join(rules)
     environment |= taken
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "opshim" not in plugins.split(","):

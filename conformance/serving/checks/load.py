@@ -1,0 +1,119 @@
+"""Clients that leave, and many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from contextlib import suppress
+
+import httpx
+
+from conformance.serving.checks.registry import check, expect, need
+from conformance.serving.client import Server, brief
+
+MANY, AT_ONCE = 200, 32
+NO_METRICS = "/metrics does not tell vllm:num_requests_running"
+
+
+@check("a client that leaves frees its slot: vllm:num_requests_running falls to 0 before the answer's end")
+def aborted_stream_frees_its_slot(server: Server) -> str:
+    need(server.busy() is not None, NO_METRICS)
+    need(server.idle() is not None, "the server has other requests, and does not get idle in 15 s")
+    tokens = min(server.context or 2048, 8192) - 32
+    took, made = [], "vllm:generation_tokens_total"
+    for stream in (True, False):
+        before = server.metric(made) or 0
+        body = {"model": server.model, "prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
+        _leave(server, body)
+        took.append(server.idle())
+        expect(took[-1] is not None, f"{server.busy():.0f} still run or wait 15 s after the client left")
+        expect((server.metric(made) or 0) - before < tokens, f"all {tokens} tokens were made for a client that had left")
+    return f"free {took[0]:.1f} s after a stream was left, {took[1]:.1f} s after a whole answer was"
+
+
+def _leave(server: Server, body: dict) -> None:
+    """Leaves a stream after a few chunks, a whole answer once it runs."""
+    if body["stream"]:
+        with server.http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            for _ in range(4):
+                next(lines)
+            expect(server.busy(), "the stream is no running request")
+        return
+    with suppress(httpx.ReadTimeout):
+        server.http.post("/v1/completions", json=body, timeout=httpx.Timeout(server.timeout, read=0.5))
+        need(False, f"a whole answer of {body['max_tokens']} tokens takes less than 0.5 s: too fast to leave")
+
+
+@check("200 requests of random lengths, a quarter cancelled: the others are answered in full, none stays")
+def many_requests_lose_none(server: Server) -> str:
+    need(server.ordinary, "the server does not return token ids (return_token_ids)")
+    ends, seconds = asyncio.run(_many(server))
+    counts = Counter(end for end, _ in ends)
+    lost = [words for end, words in ends if end == "lost"]
+    expect(not lost, f"{len(lost)} of {MANY} lost: {brief(lost)}")
+    expect(counts["answered"] + counts["cancelled"] == MANY, str(counts))
+    expect(server.idle() is not None, f"{server.busy() or 0:.0f} requests still run or wait 15 s after the last answer")
+    return f"{counts['answered']} answered in full, {counts['cancelled']} cancelled, 0 lost, in {seconds:.1f} s; then idle"
+
+
+async def _many(server: Server) -> tuple[list[tuple[str, str]], float]:
+    started, slots = time.monotonic(), asyncio.Semaphore(AT_ONCE)
+    limits = httpx.Limits(max_connections=AT_ONCE)
+    options = {"base_url": server.root, "headers": server.headers, "timeout": server.timeout, "limits": limits}
+    async with httpx.AsyncClient(**options) as client:
+        ends = await asyncio.gather(*(_one(server, client, slots, number) for number in range(MANY)))
+    return ends, time.monotonic() - started
+
+
+async def _one(server: Server, client: httpx.AsyncClient, slots: asyncio.Semaphore, number: int) -> tuple[str, str]:
+    """How one request ended: "answered", "cancelled" (by us), or "lost" with words."""
+    chance = random.Random(number)
+    prompt, tokens = chance.choices(server.ordinary, k=chance.randint(1, 96)), chance.randint(1, 32)
+    body = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "seed": number}
+    leaves, streams = chance.random() < 0.25, chance.random() < 0.5
+    async with slots:
+        try:
+            if streams:
+                made, reason, usage = await _streamed(client, body, chance.randint(0, tokens) if leaves else None)
+            else:
+                async with asyncio.timeout(chance.uniform(0, 0.3) if leaves else None):
+                    made, reason, usage = await _whole(client, body)
+        except TimeoutError:
+            return "cancelled", ""
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            return "lost", f"request {number}: {type(error).__name__}: {error}"
+    counted = (usage["prompt_tokens"], usage["completion_tokens"])
+    if (made, reason, counted) != (tokens, "length", (len(prompt), tokens)):
+        return "lost", f"request {number}: {made} of {tokens} tokens, finish_reason {reason!r}, usage {counted}"
+    return "answered", ""
+
+
+async def _whole(client: httpx.AsyncClient, body: dict) -> tuple[int, str, dict]:
+    answer = await client.post("/v1/completions", json=body | {"return_token_ids": True})
+    said = answer.raise_for_status().json()
+    return len(said["choices"][0]["token_ids"]), said["choices"][0]["finish_reason"], said["usage"]
+
+
+async def _streamed(client: httpx.AsyncClient, body: dict, leave_at: int | None) -> tuple[int, str, dict]:
+    """`leave_at`: the number of tokens after which the client leaves, by a TimeoutError."""
+    body = body | {"return_token_ids": True, "stream": True, "stream_options": {"include_usage": True}}
+    made, reason, usage, done = 0, None, None, False
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            if leave_at is not None and made >= leave_at:
+                raise TimeoutError
+            done = done or line == "data: [DONE]"
+            if not line.startswith("data: {"):
+                continue
+            said = json.loads(line[6:])
+            usage = said.get("usage") or usage
+            for choice in said["choices"]:
+                made, reason = made + len(choice.get("token_ids") or []), choice["finish_reason"] or reason
+    if not done or usage is None:
+        raise ValueError("the stream ended without " + ("usage" if done else "[DONE]"))
+    return made, reason, usage
