@@ -17,6 +17,7 @@ from typing import Any
 from conformance import report as reports
 from conformance.case import LEVELS
 from shim import certificates
+from shim.loading import shown
 
 
 def issue(results: Iterable[dict[str, Any]], folder: Path | None = None) -> list[str]:
@@ -58,8 +59,8 @@ def _issue(report: dict[str, Any], folder: Path) -> str:
         draft = path.with_suffix(f".{os.getpid()}")
         reports.save(draft, new)
         draft.replace(path)
-        return f"{what}: {f'not certified, as {reason}' if reason else 'certified'} ({path})"
-    return f"{what}: the certificate stays as it was ({path})"
+        return f"{what}: {f'not certified, as {reason}' if reason else 'certified'} ({shown(path)})"
+    return f"{what}: the certificate stays as it was ({shown(path)})"
 
 
 def _old(path: Path) -> dict[str, Any] | None:

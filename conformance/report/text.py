@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from math import isfinite
+from pathlib import Path
 from textwrap import indent
 from typing import Any
 
 from conformance.compare import of_budget, short
+from shim.loading import shown
 
 SHOWN = 3  # failures told in full, per kind
 
@@ -54,7 +56,7 @@ def _failures(cases: list[dict[str, Any]]) -> list[str]:
             lines.append(indent(f"{case['reason']}: {case['message']}", 6 * " "))
             lines += [f"        {name}: {value}" for name, value in case["arguments"].items()]
             if case["replay"]:
-                lines.append(f"      replay: python runner.py replay {case['replay']}")
+                lines.append(f"      replay: python runner.py replay {shown(Path(case['replay']))}")
         if len(same) > SHOWN:
             lines.append(f"  ... and {len(same) - SHOWN} more of kind {kind}")
     return lines
