@@ -8,6 +8,8 @@ READY := $(VENV)/opshim-ready
 LOCK := requirements/cpu.txt
 TORCH_INDEX := https://download.pytorch.org/whl/cpu
 ARGS ?=
+# What nvcc, where there is one, compiles for. One arch keeps `make test` short; an image or a release wants them all.
+ARCHS ?= 90a
 
 .DEFAULT_GOAL := help
 .PHONY: help env build test serve lint clean
@@ -16,6 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help: ## show the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+	@echo 'ARCHS=80,86,89,90a,100 has nvcc compile for those'
 	@echo 'ARGS="..." is handed to serve and test, e.g. make serve ARGS="--port 8001 --policy auto"'
 
 env: $(READY) ## make the virtual environment in .venv from the lock
@@ -38,7 +41,7 @@ $(READY): $(LOCK) setup.cfg pyproject.toml
 
 build: $(READY) ## compile the native libraries (what is up to date is left alone)
 	@echo "build: native libraries"
-	@$(PY) runner.py build
+	@$(PY) runner.py build --arch $(ARCHS)
 
 lint: $(READY) ## check style with ruff
 	@echo "lint: ruff"
