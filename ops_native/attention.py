@@ -129,7 +129,7 @@ def paged_attention_v2_cuda(
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables, lengths = _rows(block_tables), seq_lens.contiguous()
     slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
-    count, heads, size = q.shape
+    count, heads = q.shape[:2]
     units = key_cache.shape[2] * -(-heads // key_cache.shape[2] // UNIT_QUERIES)
     blocks = max(units, UNIT_BLOCKS * _sm_count(q.get_device()))
     records = torch.empty((blocks, 2, UNIT_QUERIES, MAX_HEAD_SIZE + 2), dtype=torch.float32, device=q.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import addressof, c_int64
+
 import torch
 
 import shim
@@ -74,6 +76,32 @@ def gdn_prefill(c, q, k, v, g, beta, state, state_indices, has_initial_state, cu
         *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), state.data_ptr()),
         *(state_indices.data_ptr(), has_initial_state.data_ptr(), cu_seqlens.data_ptr(), o.data_ptr()),
         *(T, state_indices.shape[0], H, HV, K, V, state.shape[0]),
+        *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride()[0], beta.stride()[0]),
+        *(state.stride()[0], state_indices.stride()[0]),
+        K**-0.5 if scale is None else scale,
+        *(l2norm, DTYPE[q.dtype], DTYPE[state.dtype], *where(q)),
+    )
+    return o
+
+
+@shim.native(
+    "gdn_prefill",
+    library=CUDA,
+    symbols={"opshim_gdn_prefill": 11 * "p" + 17 * "i" + "d" + 3 * "i", "opshim_gdn_prefill_scratch": "p" + 7 * "i"},
+    supports=_prefill_supports,
+)
+def gdn_prefill_cuda(c, q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True):
+    T, H, K = q.shape
+    _, HV, V = v.shape
+    sizes = T, len(state_indices), H, HV, K, V
+    o = torch.empty((T, HV, V), dtype=v.dtype, device=v.device)
+    needed = c_int64()
+    c.opshim_gdn_prefill_scratch(addressof(needed), *sizes, DTYPE[q.dtype], *where(q))
+    scratch = torch.empty(needed.value, dtype=torch.uint8, device=v.device)
+    c.opshim_gdn_prefill(
+        *(q.data_ptr(), k.data_ptr(), v.data_ptr(), g.data_ptr(), beta.data_ptr(), state.data_ptr()),
+        *(state_indices.data_ptr(), has_initial_state.data_ptr(), cu_seqlens.data_ptr(), o.data_ptr()),
+        *(scratch.data_ptr(), needed.value, *sizes),
         *(*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], g.stride()[0], beta.stride()[0]),
         *(state.stride()[0], state_indices.stride()[0]),
         K**-0.5 if scale is None else scale,

@@ -54,7 +54,7 @@ def matmul_fp16(c, a, b, bias=None):
     return y
 
 
-WORKSPACE = 32 << 20  # what cuBLAS takes on Hopper; only more than 16 rows are left to it
+WORKSPACE = 32 << 20  # what cuBLAS takes on Hopper; only more than 8 rows are left to it
 
 
 @shim.native("matmul_fp16", library=CUDA, symbols={"opshim_matmul_fp16": "pppppiiiiii"}, supports=_supports)
@@ -62,7 +62,7 @@ def matmul_fp16_cuda(c, a, b, bias=None):
     features, inner = b.shape
     y = a.new_empty((*a.shape[:-1], features))
     rows = y.numel() // features if features else 0
-    workspace = torch.empty(WORKSPACE if rows > 16 else 0, dtype=torch.uint8, device=a.device)
+    workspace = torch.empty(WORKSPACE if rows > 8 else 0, dtype=torch.uint8, device=a.device)
     c.opshim_matmul_fp16(
         a.data_ptr(),
         b.data_ptr(),

@@ -1,0 +1,145 @@
+// The PTX of the gated delta rule in chunks: copies into shared memory and barriers that wait for them, clusters of blocks,
+// matrix fragments, mma.sync.
+//
+// Fragments of m16n8k16, for lane l with r = l / 4 and c = 2 (l % 4), a register holding two neighbours:
+//   A [16,16]   a0 (r, c)  a1 (r + 8, c)  a2 (r, c + 8)  a3 (r + 8, c + 8)
+//   B [16,8]    b0 (c, r)  b1 (c + 8, r)                                        pairs along the first index
+//   C [16,8]    c0 c1 (r, c)  c2 c3 (r + 8, c)                                  float32
+// So the results of two products side by side, rounded, are a fragment A of the next.
+#pragma once
+#include "opshim.cuh"
+
+namespace {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return uint32_t(__cvta_generic_to_shared(pointer));
+}
+
+// `threads` threads of the block, from wherever their warps are.
+__device__ __forceinline__ void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+// ---- barriers in shared memory: a phase is over when `count` have arrived and all bytes expected have come -----------
+
+using Barrier = uint64_t;
+
+__device__ __forceinline__ void init(Barrier& barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(count) : "memory");
+}
+__device__ __forceinline__ void arrive(Barrier& barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+// Waits for the end of the phase of that parity: at once for 1 where none has ended yet.
+__device__ __forceinline__ void wait(Barrier& barrier, int parity) {
+  uint32_t over;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+                 "selp.b32 %0, 1, 0, p;\n}"
+                 : "=r"(over)
+                 : "r"(shared_address(&barrier)), "r"(parity)
+                 : "memory");
+#else
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+                 : "=r"(over)
+                 : "r"(shared_address(&barrier)), "r"(parity)
+                 : "memory");
+#endif
+  } while (!over);
+}
+
+// ---- copies from global to shared memory -----------------------------------------------------------------------------
+
+// 16 bytes; 16 zeros, and nothing read, where they are not real
+__device__ __forceinline__ void copy_async(void* to, const void* from, bool real = true) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0)
+               : "memory");
+}
+// Arrives when all copies of 16 bytes that this thread has started are there.
+__device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
+}
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+// Of blocks that run together, on neighbouring SMs. Blocks of a cluster see the same addresses in shared memory.
+__device__ __forceinline__ int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return int(rank);
+}
+__device__ __forceinline__ int cluster_size() {
+  uint32_t size;
+  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return int(size);
+}
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+// Barriers just initialised are seen by the cluster's blocks after the next cluster_sync().
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives at the barrier at this address in that block of the cluster.
+__device__ __forceinline__ void arrive_at(Barrier& barrier, int rank) {
+  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
+               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(&barrier)),
+               "r"(rank)
+               : "memory");
+}
+// Bytes that the barrier's phase waits for, too.
+__device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
+               : "memory");
+}
+// A multiple of 16 bytes, to the same address in every block of the cluster, counting at the same barrier of each.
+__device__ __forceinline__ void copy_to_all(void* to, const void* from, int bytes, Barrier& barrier, int blocks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(&barrier)), "h"(uint16_t((1 << blocks) - 1))
+      : "memory");
+}
+#else
+__device__ __forceinline__ int cluster_rank() { return 0; }
+__device__ __forceinline__ int cluster_size() { return 1; }
+__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
+__device__ __forceinline__ void publish_barriers() {}
+__device__ __forceinline__ void arrive_at(Barrier& barrier, int) { arrive(barrier); }
+
+#endif
+
+// ---- matrices --------------------------------------------------------------------------------------------------------
+
+// Four matrices of 8 x 8: lane l names row l % 8 of matrix l / 8. Lane l gets elements (r, c), (r, c + 1) of each; of
+// its transpose with the second.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
+  uint32_t result;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(matrix));
+  return result;
+}
+
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The larger of two; NaN if one is.
+__device__ __forceinline__ float larger(float x, float y) {
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(y));
+  return result;
+}
+
+}  // namespace

@@ -1,0 +1,120 @@
+// gdn_prefill: which of its two forms runs, and the launches.
+//
+//   steps    token by token in float32 (gdn_prefill_steps.cuh): any sizes and dtypes. Some 0.12 us per token, whatever the
+//            number of sequences and heads up to 128 blocks, a row of the state for every 1/32 block.
+//   chunks   64 tokens at a time on tensor cores (gdn_prefill_chunks.cuh): half types, K of 64 or 128, V in slices of 32,
+//            sequences of 64 tokens and more on average, and a GPU with room for two chunks in shared memory. Reads q, k, v
+//            and writes o once: 18.7 us for 2048 tokens of 16/32 heads of 128 at 4 TB/s; bound by the chain of chunks.
+//
+// The chunks of all sequences are numbered; scratch holds so many of them at a time that they stay in the L2 cache, and the
+// two phases take turns. The state of a sequence that spans two turns is carried in float32.
+#include "gdn_prefill_local.cuh"
+#include "gdn_prefill_scan.cuh"
+#include "gdn_prefill_steps.cuh"
+
+namespace {
+
+constexpr int64_t kHeld = 64;  // chunks that scratch holds, or half as many more
+
+struct Plan {
+  int64_t parts = 0, held = 0;  // none: token by token
+  int stages = 0, cluster = 1;
+  int64_t redo = 0, carry = 0, heads = 0, size = 0;  // bytes of scratch up to which each part reaches
+
+  Plan(int64_t T, int64_t N, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t dtype) {
+    if (dtype == kF32 || (K != 64 && K != 128) || V % kSlice || V == 0 || N == 0 || T < kChunk * N) return;
+    const int64_t stage = K == 64 ? sizeof(Stage<f16, 64>) : sizeof(Stage<f16, 128>);
+    const int64_t exchange = K == 64 ? sizeof(Exchange<64>) : sizeof(Exchange<128>);
+    stages = int((shared_memory_limit() - exchange) / stage);
+    if (stages < 2) return;
+    if (stages > kStages) stages = kStages;
+    if (capability() == 90 && V % (kCluster * kSlice) == 0) cluster = kCluster;
+    const int64_t chunks = T / kChunk + N;
+    parts = (chunks + kHeld / 2) / kHeld ? (chunks + kHeld / 2) / kHeld : 1;
+    held = ceil_div(chunks, parts);
+    redo = ceil_div<int64_t>(N * HV * (V / kSlice) * sizeof(int32_t), 256) * 256;
+    carry = redo + HV * V * K * sizeof(float);
+    heads = carry + held * HV * sizeof(HeadChunk);
+    size = heads + held * H * 2 * kChunk * K * sizeof(f16);
+  }
+};
+
+// As launch(), in clusters of so many blocks.
+template <class... Parameters, class... Arguments>
+int launch_clusters(int blocks, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream,
+                    Arguments... arguments) {
+  if (blocks == 1 || grid.x == 0) return launch(kernel, grid, block, shared, stream, arguments...);
+  const cudaError_t error =
+      cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  if (error != cudaSuccess) return status_of(error);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim.x = blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared, config.stream = cudaStream_t(stream);
+  config.attrs = &cluster, config.numAttrs = 1;
+  return status_of(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+}
+
+template <int K, class T>
+int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void* pool, bool pool_is_f32, T* o,
+                  char* memory, void* stream) {
+  const Scratch scratch = {(int32_t*)memory, (float*)(memory + plan.redo), (HeadChunk*)(memory + plan.carry),
+                           (f16*)(memory + plan.heads)};
+  const bool packs = aligned(16, in.q) && aligned(16, in.k), packs_values = aligned(16, in.v);
+  const int64_t chunks = p.T / kChunk + p.N;
+  const size_t shared = sizeof(Exchange<K>) + plan.stages * sizeof(Stage<T, K>);
+  for (int64_t first = 0; first < chunks; first += plan.held) {
+    const Part part = {first, first + plan.held < chunks ? first + plan.held : chunks};
+    const int64_t count = part.end - part.first;
+    int status = launch(local_kernel<T, K>, dim3(count * p.H), dim3(kLocalThreads), sizeof(LocalShared), stream, p, in.q,
+                        in.k, scratch, part, packs);
+    if (status != kOk) return status;
+    const bool by_chunk = count < p.N;
+    status = launch_clusters(plan.cluster, scan_kernel<T, K>, dim3((by_chunk ? count : p.N) * p.HV * (p.V / kSlice)),
+                             dim3(kScanThreads), shared, stream, p, in.v, pool, pool_is_f32, o, scratch, part, by_chunk,
+                             plan.stages, packs_values);
+    if (status != kOk) return status;
+  }
+  return kOk;
+}
+
+}  // namespace
+
+// How many bytes of scratch gdn_prefill needs for these sizes -> size.
+extern "C" int OPSHIM(gdn_prefill_scratch)(int64_t* size, int64_t T, int64_t N, int64_t H, int64_t HV, int64_t K,
+                                           int64_t V, int64_t dtype, int64_t device, void*) {
+  OnDevice on(device);
+  *size = Plan(T, N, H, HV, K, V, dtype).size;
+  return kOk;
+}
+
+// q, k [T,H,K], v [T,HV,V] with token and head strides; g, beta [T,HV] with row strides; state [S,HV,V,K] with a
+// stride of its slots; state_indices [N] with a stride; has_initial_state [N], cu_seqlens [N+1] -> o [T,HV,V].
+extern "C" int OPSHIM(gdn_prefill)(
+    const void* q, const void* k, const void* v, const float* g, const float* beta, void* state,
+    const int32_t* state_indices, const bool* has_initial_state, const int32_t* cu_seqlens, void* o, void* scratch,
+    int64_t scratch_size, int64_t T, int64_t N, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t q_token,
+    int64_t q_head, int64_t k_token, int64_t k_head, int64_t v_token, int64_t v_head, int64_t g_stride,
+    int64_t beta_stride, int64_t state_stride, int64_t indices_stride, double scale, int64_t l2norm, int64_t dtype,
+    int64_t state_dtype, int64_t device, void* stream) {
+  OnDevice on(device);
+  const Prefill p = {T, N, H, HV, K, V, g, beta, g_stride, beta_stride, state_stride, state_indices, indices_stride,
+                     has_initial_state, cu_seqlens, float(scale), l2norm != 0};
+  const Plan plan(T, N, H, HV, K, V, dtype);
+  if (scratch_size < plan.size) return kBadArgument;
+  return by_dtypes(dtype, state_dtype, [&](auto t, auto s) -> int {
+    using A = decltype(t);
+    using S = decltype(s);
+    if (N == 0) return status_of(cudaMemsetAsync(o, 0, T * HV * V * sizeof(A), cudaStream_t(stream)));
+    const Tokens<A> in = {rows<const A>(q, q_token, q_head), rows<const A>(k, k_token, k_head),
+                          rows<const A>(v, v_token, v_head)};
+    if constexpr (sizeof(A) == 2)
+      if (plan.parts) {
+        const auto chunks = K == 64 ? launch_chunks<64, A> : launch_chunks<128, A>;
+        const int status = chunks(plan, p, in, state, sizeof(S) == 4, (A*)o, (char*)scratch, stream);
+        if (status != kOk) return status;
+      }
+    return launch_steps(p, in, (S*)state, (A*)o, plan.parts ? (const int32_t*)scratch : nullptr, stream);
+  });
+}

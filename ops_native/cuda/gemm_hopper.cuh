@@ -1,0 +1,344 @@
+// sm_90a: 256 weight rows by up to 128 tokens, or 128 by 256, wgmma. The first reads a tile's tokens half as often, the
+// second its shared memory: which counts more depends on whether memory or arithmetic is the limit. One group of four
+// warps copies, two multiply, half of the rows each, as many columns wide as the tile has tokens, in steps of 64.
+// Stages of 64 of k pass between them by barriers in shared memory; what an item is (its tile, where its results go)
+// passes the same way, so that the multiplying warps never wait for memory. Blocks stay and take the next item from a
+// counter, as items differ in width. The copying warps look up the next item, its tile, its slots and their scales,
+// step by step, while copies of the current one run.
+#pragma once
+#include "gemm.cuh"
+#include "gemm_wgmma.cuh"
+
+namespace {
+
+constexpr int kHopperK = 64, kHopperTokens = 256, kHopperStages = 8;  // at most
+constexpr int kHopperGroup = 128, kHopperThreads = 3 * kHopperGroup;
+constexpr int kHopperRowBytes = kHopperK * 2, kHopperOutBytes = 8192;  // kHopperOutBytes: where a group turns results
+
+struct HopperShared {
+  uint64_t full[kHopperStages], empty[kHopperStages];
+  uint64_t told[2];  // the multiplying warps are done with an item's entries below
+  Work work[2];      // expert -1: no more
+  int64_t places[2][kHopperTokens];
+  float scales[2][kHopperTokens];
+  int next[2];
+};
+
+// Shared memory: stages of `rows` weight rows and `width` tokens each, results of the two groups, HopperShared.
+struct HopperShape {
+  int rows, width, stages;
+  __host__ __device__ int stage_bytes() const { return (rows + width) * kHopperRowBytes; }
+  __host__ __device__ int bytes() const { return stages * stage_bytes() + 2 * kHopperOutBytes + sizeof(HopperShared); }
+};
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+
+struct RingPlace {  // of the stages
+  int stage = 0, parity = 0;
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage < stages) return;
+    stage = 0;
+    parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ uint32_t hopper_piece(int row, int piece) {
+  return row * kHopperRowBytes + (piece ^ row % 8) * 16;
+}
+
+// ---- the warps that copy --------------------------------------------------------------------------------------------
+
+template <class T, bool kPairs, int kM>
+__device__ __forceinline__ void copy_items(const Gemm& g, char* memory, HopperShared& shared, HopperShape shape,
+                                           int tiles, int blocks) {
+  constexpr int kWeightRows = 8 * kM, kTokenRows = 16 / kM;  // of a thread: every 16th
+  const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
+  const int items = tiles * blocks, steps = ceil_div(g.k, kHopperK);
+  const int64_t weight_step = (kPairs ? 8 : 16) * g.row_stride;
+  const uint64_t policy = once();
+
+  // The next item, found out in five steps, each of which only needs what the one before has loaded.
+  constexpr int kLookUps = 5;
+  int next = blockIdx.x, taken = 0, slots[2], rows[kTokenRows];
+  float scales[2];
+  Work work;
+  const auto row_of = [&](int i) {
+    const int slot = slot_at(g, work.tile, i);
+    return slot < 0 ? -1 : g.by_slot_in ? slot / g.top_k : work.tile.first + i;
+  };
+  const auto look_up = [&](int step, int turn) {
+    switch (step) {
+      case 0:
+        if (threadIdx.x == 0) taken = g.counter ? atomicAdd(g.counter, 1) + int(gridDim.x) : next + int(gridDim.x);
+        break;
+      case 1:
+        if (threadIdx.x == 0) shared.next[turn] = taken;
+        meet<kHopperGroup>(1);
+        next = shared.next[turn];
+        break;
+      case 2:
+        for (; next < items; next += gridDim.x) {  // past what is to be skipped, which no counted item is
+          work = work_at(g, next, tiles, blocks, shape.width);
+          if (work.tile.expert >= 0 && work.tile.count > 0) break;
+        }
+        break;
+      case 3:
+        if (next >= items) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          slots[i] = slot_at(g, work.tile, threadIdx.x + i * kHopperGroup);
+#pragma unroll
+        for (int i = 0; i < kTokenRows; ++i) rows[i] = row_of(row + 16 * i);
+        break;
+      case 4:
+        if (next >= items) break;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) scales[i] = slots[i] >= 0 && g.scale ? g.scale[slots[i]] : 1.0f;
+        break;
+    }
+  };
+  for (int i = 2; i < kLookUps; ++i) look_up(i, 0);
+
+  RingPlace place;
+  const auto publish = [&] {
+    arrive_after_copies(&shared.full[place.stage]);
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) arrive(&shared.full[place.stage]);
+    place.advance(shape.stages);
+  };
+  int turn = 0, told_parity = 1;
+  for (;; turn ^= 1) {
+    wait_for(&shared.told[turn], told_parity);
+    if (turn) told_parity ^= 1;
+    if (next >= items) break;
+    if (threadIdx.x == 0) shared.work[turn] = work;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = threadIdx.x + i * kHopperGroup;
+      shared.places[turn][token] = slots[i] < 0 ? -1 : g.by_slot_out ? slots[i] : work.tile.first + token;
+      shared.scales[turn][token] = scales[i];
+    }
+    const int64_t first_row = int64_t(work.block) * (128 * kM) + row;
+    const int64_t first_n = kPairs ? first_row / 16 * 8 + first_row % 8 : first_row;
+    const T* const weights = row_of_w<T, kPairs>(g, work.tile.expert, first_row);
+    const T* tokens[kTokenRows];
+#pragma unroll
+    for (int i = 0; i < kTokenRows; ++i) tokens[i] = rows[i] < 0 ? nullptr : (const T*)g.x + rows[i] * g.x_stride;
+
+    for (int step = 0; step < max(steps, kLookUps); ++step) {
+      if (step < steps) {
+        wait_for(&shared.empty[place.stage], place.parity ^ 1);
+        const uint32_t to = shared_address(memory) + place.stage * shape.stage_bytes();
+        const int k = step * kHopperK + piece * 8;
+        const bool inside = k < g.k;  // beyond, zeros; rows that nobody has stay as they are: they meet nothing real
+#pragma unroll
+        for (int i = 0; i < kWeightRows; ++i)
+          if (weights && first_n + i * (kPairs ? 8 : 16) < g.n)
+            copy_async(to + hopper_piece(row + 16 * i, piece), inside ? weights + i * weight_step + k : weights, inside,
+                       policy);
+#pragma unroll
+        for (int i = 0; i < kTokenRows; ++i)
+          if (tokens[i])
+            copy_async(to + hopper_piece(128 * kM + row + 16 * i, piece), inside ? tokens[i] + k : tokens[i],
+                       inside);
+        publish();
+      }
+      if (step < kLookUps) look_up(step, turn);
+    }
+  }
+  if (threadIdx.x == 0) shared.work[turn].tile.expert = -1;
+  wait_for(&shared.empty[place.stage], place.parity ^ 1);
+  publish();
+}
+
+// ---- the warps that multiply ----------------------------------------------------------------------------------------
+
+// Results of 64 weight rows, the unit-th, of 2 bytes each: turned by stmatrix, so that 16 bytes of a token's columns
+// leave at once. barrier: the group's.
+template <class T, class Out, bool kPairs, int kTokens>
+__device__ __forceinline__ void store_turned(const Gemm& g, const float (&sum)[kTokens / 2], const HopperShared& shared,
+                                             char* memory, int turn, int barrier, int64_t unit, int count,
+                                             bool wide_out) {
+  constexpr int kPieces = kPairs ? 4 : 8;  // of a token, 8 columns each
+  constexpr int kRound = kHopperOutBytes / 16 / kPieces;
+  const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp, c = lane % 4;
+  const uint32_t to = shared_address(memory);
+  float bias[2] = {};  // of this lane's rows
+  if (!kPairs && g.bias)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t n = unit * 64 + 16 * warp + lane / 4 + 8 * h;
+      if (n < g.n) bias[h] = to_f32(((const T*)g.bias)[n]);
+    }
+  const auto piece_of = [](int token, int piece) {  // eight tokens' pieces meet all banks
+    return (token * kPieces + (piece ^ (kPairs ? token / 2 % 4 : token % 8))) * 16;
+  };
+#pragma unroll
+  for (int first = 0; first < kTokens; first += kRound) {
+#pragma unroll
+    for (int t = first; t < min(first + kRound, kTokens); t += 32) {
+      uint32_t low[4], high[4];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) {
+        const float* v = sum + (t / 8 + m) * 4;
+        const float2 scale = *(const float2*)&shared.scales[turn][t + 8 * m + 2 * c];
+        if (kPairs) {
+          low[m] = pack<Out>(finish_pair(v[0], v[2], scale.x), finish_pair(v[1], v[3], scale.y));
+        } else {
+          low[m] = pack<Out>(fmaf(v[0], scale.x, bias[0]), fmaf(v[1], scale.y, bias[0]));
+          high[m] = pack<Out>(fmaf(v[2], scale.x, bias[1]), fmaf(v[3], scale.y, bias[1]));
+        }
+      }
+      store_transposed(to + piece_of(t - first + lane, kPairs ? warp : 2 * warp), low);
+      if (!kPairs) store_transposed(to + piece_of(t - first + lane, 2 * warp + 1), high);
+    }
+    meet<kHopperGroup>(barrier);
+#pragma unroll 4
+    for (int i = threadIdx.x % kHopperGroup; i < kRound * kPieces; i += kHopperGroup) {
+      const int token = first + i / kPieces, piece = i % kPieces;
+      if (token >= count) break;
+      const int64_t n = unit * (8 * kPieces) + 8 * piece, row = shared.places[turn][token];
+      if (n >= g.n || row < 0) continue;
+      const Out* const values = (const Out*)(memory + piece_of(i / kPieces, piece));
+      Out* const at = (Out*)g.out + row * g.out_stride + n;
+      if (wide_out && n + 8 <= g.n) {
+        *(Pack<Out, 8>*)at = *(const Pack<Out, 8>*)values;
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < 8 && n + j < g.n; ++j) at[j] = values[j];
+      }
+    }
+    meet<kHopperGroup>(barrier);
+  }
+}
+
+// Float32 results: eight lanes are eight neighbouring columns already.
+template <bool kPairs, int kTokens>
+__device__ __forceinline__ void store_floats(const Gemm& g, const float (&sum)[kTokens / 2], const HopperShared& shared,
+                                             int turn, int64_t unit) {
+  const int warp = threadIdx.x / kWarp % 4, lane = threadIdx.x % kWarp;
+  const int64_t n = unit * (kPairs ? 32 : 64) + warp * (kPairs ? 8 : 16) + lane / 4;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    asm volatile("" ::: "memory");  // else all tokens' places are loaded at once, and spilled
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = 8 * j + lane % 4 * 2 + i;
+      const int64_t row = shared.places[turn][token];
+      const float scale = shared.scales[turn][token];
+      float* const at = (float*)g.out + row * g.out_stride;
+      if (row < 0) continue;
+      if (kPairs) {
+        if (n < g.n) at[n] = finish_pair(sum[4 * j + i], sum[4 * j + 2 + i], scale);
+      } else {
+        if (n < g.n) at[n] = sum[4 * j + i] * scale;
+        if (n + 8 < g.n) at[n + 8] = sum[4 * j + 2 + i] * scale;
+      }
+    }
+  }
+}
+
+template <class T, class Out, bool kPairs, int kM, int kTokens>
+__device__ __forceinline__ void multiply_item(const Gemm& g, char* memory, HopperShared& shared, HopperShape shape,
+                                              RingPlace& place, int turn, const Work& work, bool wide_out) {
+  constexpr int kUnitBytes = 64 * kHopperRowBytes;
+  const int group = threadIdx.x / kHopperGroup - 1, steps = ceil_div(g.k, kHopperK);
+  const bool speaks = threadIdx.x % kWarp == 0;
+  float sum[kM][kTokens / 2] = {};
+#pragma unroll
+  for (int m = 0; m < kM; ++m) hold(sum[m]);
+  int before = 0;
+  for (int step = 0; step < steps; ++step) {
+    wait_for(&shared.full[place.stage], place.parity);
+    show_to_wgmma();
+    const uint32_t from = shared_address(memory) + place.stage * shape.stage_bytes();
+    const uint64_t a = descriptor(from + group * kM * kUnitBytes), b = descriptor(from + 2 * kM * kUnitBytes);
+    begin_wgmma();
+#pragma unroll
+    for (int k = 0; k < kHopperK / 16; ++k)  // 32 bytes on, in units of 16
+#pragma unroll
+      for (int m = 0; m < kM; ++m) Wgmma<T>::run(sum[m], a + 2 * k + m * (kUnitBytes / 16), b + 2 * k);
+    commit_wgmma();
+    if (step > 0) {
+      wait_wgmma<1>();
+      if (speaks) arrive(&shared.empty[before]);
+    }
+    before = place.stage;
+    place.advance(shape.stages);
+  }
+  wait_wgmma<0>();
+#pragma unroll
+  for (int m = 0; m < kM; ++m) hold(sum[m]);
+  if (speaks) arrive(&shared.empty[before]);
+  char* const turned = memory + shape.stages * shape.stage_bytes() + group * kHopperOutBytes;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    const int64_t unit = (int64_t(work.block) * 2 + group) * kM + m;
+    if constexpr (sizeof(Out) == 2)
+      store_turned<T, Out, kPairs, kTokens>(g, sum[m], shared, turned, turn, 2 + group, unit, work.tile.count,
+                                            wide_out);
+    else
+      store_floats<kPairs, kTokens>(g, sum[m], shared, turn, unit);
+  }
+}
+#endif
+
+template <class T, class Out, bool kPairs, int kM>
+__global__ void __launch_bounds__(kHopperThreads, 1) hopper_kernel(
+    const Gemm g, const HopperShape shape, const bool wide_out) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char memory[];
+  HopperShared& shared = *(HopperShared*)(memory + shape.stages * shape.stage_bytes() + 2 * kHopperOutBytes);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < shape.stages; ++i) {
+      init_barrier(&shared.full[i], kHopperGroup + kHopperGroup / kWarp);
+      init_barrier(&shared.empty[i], 2 * kHopperGroup / kWarp);
+    }
+    for (int i = 0; i < 2; ++i) init_barrier(&shared.told[i], 2 * kHopperGroup / kWarp);
+  }
+  __syncthreads();
+  wait_for_previous();
+  let_next_start();
+  if (threadIdx.x < kHopperGroup) {
+    give_registers<104>();
+    const int tiles = count_tiles(g, shape.width), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), 128 * kM));
+    copy_items<T, kPairs, kM>(g, memory, shared, shape, tiles, blocks);
+    return;
+  }
+  take_registers<200>();
+  RingPlace place;
+  for (int turn = 0;; turn ^= 1) {
+    wait_for(&shared.full[place.stage], place.parity);
+    const Work work = shared.work[turn];
+    if (work.tile.expert < 0) break;
+    const int wide = ceil_div(work.tile.count, 64);
+    if (wide == 1) {
+      multiply_item<T, Out, kPairs, kM, 64>(g, memory, shared, shape, place, turn, work, wide_out);
+    } else if (kM == 2 || wide == 2) {
+      multiply_item<T, Out, kPairs, kM, 128>(g, memory, shared, shape, place, turn, work, wide_out);
+    } else if constexpr (kM == 1) {
+      if (wide == 3) multiply_item<T, Out, kPairs, kM, 192>(g, memory, shared, shape, place, turn, work, wide_out);
+      else multiply_item<T, Out, kPairs, kM, 256>(g, memory, shared, shape, place, turn, work, wide_out);
+    }
+    __syncwarp();
+    if (threadIdx.x % kWarp == 0) arrive(&shared.told[turn]);
+  }
+#else
+  __trap();  // gemm_tile.cuh has the other archs
+#endif
+}
+
+// kM 2: 256 weight rows, tiles of up to 128 tokens; 1: 128 rows, 256 tokens. width: such a tile's tokens, a multiple of
+// 64.
+template <class T, class Out, bool kPairs, int kM>
+int launch_hopper(const Gemm& g, int width, int64_t most_tiles, void* stream) {
+  HopperShape shape = {128 * kM, width, kHopperStages};
+  while (shape.bytes() > shared_memory_limit()) --shape.stages;
+  const int64_t items = most_tiles * ceil_div<int64_t>(rows_in_all<kPairs>(g), 128 * kM);
+  if (items > INT32_MAX) return kBadArgument;
+  return launch_early(g.follows, hopper_kernel<T, Out, kPairs, kM>, dim3(unsigned(min(items, int64_t(sm_count())))),
+                      dim3(kHopperThreads), size_t(shape.bytes()), stream, g, shape,
+                      aligned(16, sizeof(Out), g.out, g.out_stride));
+}
+
+}  // namespace
