@@ -23,7 +23,7 @@ from conformance.report.text import text
 from conformance.run import Result, Target, poisoned_memory, told
 from conformance.search import replay
 from conformance.selection import DEVICES, Selection
-from shim.dispatch import is_sticky
+from shim.errors import is_sticky
 from shim.loading import user_cache
 
 SELECTION = pytest.StashKey[Selection]()

@@ -19,7 +19,15 @@ from dataclasses import asdict, dataclass, field
 from shim import certificates, table
 from shim import policy as policies
 from shim.certificates import NOT_ASKED, Certificate
-from shim.errors import BuildError, OpArgumentError, OpExecutionError, OpUnavailableError, UnknownNameError
+from shim.errors import (
+    BuildError,
+    OpArgumentError,
+    OpExecutionError,
+    OpUnavailableError,
+    UnknownNameError,
+    describe,
+    is_sticky,
+)
 from shim.health import (
     CALLS,
     FAILURES,
@@ -42,20 +50,6 @@ SELECTED, READY, UNAVAILABLE = "selected", "ready", "unavailable"
 NOT_NEEDED, NOT_CHOSEN, BREAKER_OPEN = "not needed", "not chosen", "breaker open"
 _resolving = threading.RLock()
 _warned: set[tuple[str, str, str]] = set()  # (op, device, kind of event)
-
-# CUDA errors after which every later call of the process fails too
-_STICKY = (
-    "illegal memory access",
-    "misaligned address",
-    "illegal instruction",
-    "invalid program counter",
-    "device-side assert",
-    "unspecified launch failure",
-    "launch timed out",
-    "hardware stack error",
-    "uncorrectable ECC error",
-    "operation not supported on global/shared address space",
-)
 
 # A call that nothing stands in the way of. Written out for the op's own parameters, as handing *args and **kwargs on
 # from function to function would cost more than all the rest.
@@ -371,22 +365,6 @@ def _from_library(label: str, one: Implementation, found: Found) -> Candidate:
         return Candidate(label, "native", UNAVAILABLE, found.reason, library=found.library)
     function = functools.partial(one.function, found.functions)
     return Candidate(label, "native", READY, found.reason, function, one.supports, found.library)
-
-
-def is_sticky(error: BaseException) -> bool:
-    """Whether the error leaves the device unusable for the rest of the process."""
-    text = str(error)
-    return ("CUDA error" in text or "HIP error" in text) and any(words in text for words in _STICKY)
-
-
-def describe(op: Op, args) -> str:
-    """Every argument of a call in one line each: shape, dtype, strides and device of tensors, the value of others."""
-    lines = []
-    for name, value in zip(op.signature.parameters, args):
-        if hasattr(value, "stride"):
-            value = f"{list(value.shape)} {str(value.dtype)[6:]} strides {list(value.stride())} {value.device}"
-        lines.append(f"  {name}: {value}")
-    return "\n".join(lines)
 
 
 def bind(op: str | Op, device: str, provider: str) -> Candidate:

@@ -43,3 +43,34 @@ class BuildError(OpshimError, RuntimeError):
     def __init__(self, message: str, lasting: bool = False):
         super().__init__(message)
         self.lasting = lasting
+
+
+# CUDA errors after which every later call of the process fails too
+_STICKY = (
+    "illegal memory access",
+    "misaligned address",
+    "illegal instruction",
+    "invalid program counter",
+    "device-side assert",
+    "unspecified launch failure",
+    "launch timed out",
+    "hardware stack error",
+    "uncorrectable ECC error",
+    "operation not supported on global/shared address space",
+)
+
+
+def is_sticky(error: BaseException) -> bool:
+    """Whether the error leaves the device unusable for the rest of the process."""
+    text = str(error)
+    return ("CUDA error" in text or "HIP error" in text) and any(words in text for words in _STICKY)
+
+
+def describe(op, args) -> str:
+    """Every argument of a call in one line each: shape, dtype, strides and device of tensors, the value of others."""
+    lines = []
+    for name, value in zip(op.signature.parameters, args):
+        if hasattr(value, "stride"):
+            value = f"{list(value.shape)} {str(value.dtype)[6:]} strides {list(value.stride())} {value.device}"
+        lines.append(f"  {name}: {value}")
+    return "\n".join(lines)

@@ -8,7 +8,7 @@ import torch
 
 import shim
 from conformance.meta.scratch import Clock, double_native, double_op, provider, tiny_library
-from shim import dispatch, health
+from shim import dispatch, errors, health
 from shim.dispatch import Chain
 from shim.policy import Policy, using
 
@@ -243,9 +243,9 @@ def test_sticky_device_error_is_never_retried(op, mode):
 
 
 def test_out_of_memory_is_not_sticky(op):
-    assert not dispatch.is_sticky(RuntimeError("CUDA error: out of memory"))
-    assert not dispatch.is_sticky(RuntimeError("CUDA error: invalid configuration argument"))
-    assert dispatch.is_sticky(RuntimeError("CUDA error: device-side assert triggered"))
+    assert not errors.is_sticky(RuntimeError("CUDA error: out of memory"))
+    assert not errors.is_sticky(RuntimeError("CUDA error: invalid configuration argument"))
+    assert errors.is_sticky(RuntimeError("CUDA error: device-side assert triggered"))
 
 
 def test_failing_reference_is_an_error_under_every_policy(scratch):

@@ -17,7 +17,7 @@ from conformance.run import Ended, Result, Target, run
 from conformance.search import replay
 from conformance.search.plans import PLANS
 from conformance.search.problem import Problem
-from shim.dispatch import is_sticky
+from shim.errors import is_sticky
 
 EXAMPLES = {"quick": 20, "standard": 60, "exhaustive": 200}
 SHRINKING = 15.0  # seconds

@@ -1,7 +1,7 @@
 // gdn_prefill token by token: the recurrence as it stands, in float32.
 //
 // A block takes 32 rows of one head's state through a sequence. The rows live in registers, 16 values per lane, for the
-// whole sequence, so that a token costs no more than its q, k and v. These are prepared (to float32, normalised, by 8
+// whole sequence, so that a token costs no more than its q, k and v. These are prepared (to float32, normalised, by 4
 // warps of their own) a tile of tokens ahead, in shared memory. What is left is the chain from one token to the next: a
 // product over K, three shuffles of it for K = 128, and an update.
 #pragma once
@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int kPreparing = 8;  // warps
+constexpr int kPreparing = 4;  // warps
+constexpr int kPerSM = 2 * (kPreparing * kWarp + 8 * kSlice);  // threads: two blocks for K of 128, one for any other
 
 struct Tile {  // of tokens, in shared memory: keys and queries [tokens][width], values [tokens][rows], gates
   int tokens, width, rows;
@@ -24,28 +25,36 @@ __device__ __forceinline__ void prepare(
     int64_t row) {
   float *q = k + tile.tokens * tile.width, *v = q + tile.tokens * tile.width, *decay = v + tile.tokens * tile.rows;
   float* beta = decay + tile.tokens;
-  const int lane = threadIdx.x % kWarp;
-  for (int i = threadIdx.x / kWarp; i < count; i += kPreparing) {
-    const int64_t t = token + i;
+  const int lane = threadIdx.x % 16;  // half a warp per token
+  for (int first = 0; first < count; first += 2 * kPreparing) {
+    const int i = first + threadIdx.x / 16;
+    const bool real = i < count;
+    const int64_t t = token + (real ? i : 0);
     const T *key = in.k.at(t, s.shared), *query = in.q.at(t, s.shared), *value = in.v.at(t, s.head) + row;
     float squares_k = 0, squares_q = 0;
+    if (real) {
 #pragma unroll 4
-    for (int j = lane; j < tile.width; j += kWarp) {
-      const float x = j < p.K ? to_f32(key[j]) : 0.0f, y = j < p.K ? to_f32(query[j]) : 0.0f;
-      k[i * tile.width + j] = x, q[i * tile.width + j] = y;
-      squares_k = fmaf(x, x, squares_k), squares_q = fmaf(y, y, squares_q);
+      for (int j = lane; j < tile.width; j += 16) {
+        const float x = j < p.K ? to_f32(key[j]) : 0.0f, y = j < p.K ? to_f32(query[j]) : 0.0f;
+        k[i * tile.width + j] = x, q[i * tile.width + j] = y;
+        squares_k = fmaf(x, x, squares_k), squares_q = fmaf(y, y, squares_q);
+      }
+      for (int j = lane; j < tile.rows; j += 16) v[i * tile.rows + j] = row + j < p.V ? to_f32(value[j]) : 0.0f;
+      if (lane == 0) {
+        decay[i] = decay_of(p.g[t * p.g_stride + s.head]);
+        beta[i] = p.beta[t * p.beta_stride + s.head];
+      }
     }
-    for (int j = lane; j < tile.rows; j += kWarp) v[i * tile.rows + j] = row + j < p.V ? to_f32(value[j]) : 0.0f;
-    if (lane == 0) decay[i] = decay_of(p.g[t * p.g_stride + s.head]), beta[i] = p.beta[t * p.beta_stride + s.head];
-    const float unit_k = unit_factor(warp_sum(squares_k), p.l2norm);
-    const float unit_q = unit_factor(warp_sum(squares_q), p.l2norm);
-    for (int j = lane; j < tile.width; j += kWarp) k[i * tile.width + j] *= unit_k, q[i * tile.width + j] *= unit_q;
+    const float unit_k = unit_factor(row_sum(squares_k, 16), p.l2norm);
+    const float unit_q = unit_factor(row_sum(squares_q, 16), p.l2norm);
+    if (real)
+      for (int j = lane; j < tile.width; j += 16) k[i * tile.width + j] *= unit_k, q[i * tile.width + j] *= unit_q;
   }
 }
 
 // redo: of each block, whether it has anything to do; or null.
 template <class T, class S>
-__global__ void __launch_bounds__(768) steps_kernel(
+__global__ void __launch_bounds__(kPerSM) steps_kernel(
     Prefill p, Tokens<T> in, S* pool, T* o, const int32_t* redo, int lanes, bool packs) {
   extern __shared__ __align__(16) unsigned char memory[];
   if (redo && !redo[blockIdx.x]) return;
