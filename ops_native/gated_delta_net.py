@@ -9,7 +9,6 @@ import torch
 import shim
 from ops_native.libraries import CPU, CUDA, DTYPE, where
 
-
 # The usual layouts are accepted in one expression: it runs in every call.
 
 
