@@ -194,12 +194,16 @@ def _parameters(item) -> dict:
 
 
 def _kept(result: Result, case) -> Result:
-    """The failure, with a file to replay it from; a search leaves its own, even when it does not live to report."""
+    """The failure, with a file to replay it from; a search leaves its own, even when it does not live to report. Where
+    no file can be written the failure counts all the same."""
     target = Target(shim.get(case.op), result.provider, result.device)
     own = replay.place(case, target)
     if not result.replay and case.kind == "search" and own.exists():
         result.replay = str(own)
-    result.replay = result.replay or replay.keep(case, target, result=result)
+    try:
+        result.replay = result.replay or replay.keep(case, target, result=result)
+    except OSError as error:
+        result.message += f" (no replay file: {error})"
     return result
 
 
@@ -207,8 +211,10 @@ def _kept(result: Result, case) -> Result:
 def pytest_runtest_makereport(item, call):
     outcome = yield
     parameters, error = _parameters(item), call.excinfo and call.excinfo.value
-    if error and parameters and RESULT not in item.stash and outcome.get_result().failed:
-        item.stash[RESULT] = asdict(_broken_off(item, error, **parameters))
+    if error and parameters and RESULT not in item.stash:  # also where the provider raised pytest's own skip or xfail
+        result = _broken_off(item, error, **parameters)
+        item.stash[RESULT] = asdict(result)
+        outcome.get_result().outcome, outcome.get_result().longrepr = "failed", str(result)
     outcome.get_result().conformance = item.stash.get(RESULT, None)
 
 

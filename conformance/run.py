@@ -260,6 +260,8 @@ def _structure(returned: Any, plain: Any) -> list[Finding]:
             if getattr(a, what) != getattr(b, what):
                 got, expected = (str(getattr(t, what)).removeprefix("torch.") for t in (a, b))
                 return [Finding(name, f"wrong_{what}", wrong, text=f"{what} {got} instead of {expected}")]
+        if b.is_contiguous() and not a.is_contiguous():  # as the fake implementations promise
+            return [Finding(name, "wrong_strides", wrong, text=f"strides {a.stride()} instead of {b.stride()}")]
     return []
 
 

@@ -33,6 +33,8 @@ KEPT_DAYS = 30  # objects and libraries in the user cache that no build wrote fo
 
 ARCHS = ("80", "86", "89", "90a", "100")  # of CUDA code, where nobody says
 
+PASSING = ("Killed", "No space left", "Cannot allocate memory", "out of memory")  # failures that may not come again
+
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
 _ERROR = re.compile(r"\berror\b|undefined reference|not found", re.IGNORECASE)
 _X86 = (
@@ -82,7 +84,8 @@ class Spec:
 
     def identity(self, snapshot: dict[str, bytes] | None = None) -> Identity:
         try:
-            compiler = _version(tuple(self.compiler()))
+            command = self.compiler()
+            compiler = " ".join([_version(tuple(command)), *command[1:]])  # CXX may hold flags
         except BuildError:
             compiler = None
         flags = (self.flags, self.link_flags, self.variants)
@@ -256,7 +259,7 @@ def _run(command: list[str], spec: Spec) -> BuildError | None:
     if run.returncode == 0:
         return None
     output = run.stdout + run.stderr
-    return BuildError(f"compiling {spec.filename} failed: {_errors(output, spec)}", lasting="Killed" not in output)
+    return BuildError(f"compiling {spec.filename} failed: {_errors(output, spec)}", lasting=not any(words in output for words in PASSING))
 
 
 def _included(name: str, snapshot: dict[str, bytes]) -> dict[str, bytes]:

@@ -154,9 +154,9 @@ def _check_caches(op: str, key_cache, value_cache, like: Tensor, device: int, si
     """Refuses caches that do not fit activations `like` of head size `size`; returns their count of heads."""
     dtypes = {like.dtype}
     shape = need_tensor(op, "key_cache", key_cache, 4, dtypes, device)
-    _, _, heads, cache_size = shape
-    if cache_size != size:
-        refuse(op, "key_cache", f"[NB,BS,HK,{size}]", key_cache)
+    _, block_size, heads, cache_size = shape
+    if cache_size != size or block_size < 1:
+        refuse(op, "key_cache", f"[NB,BS,HK,{size}] with blocks of one token or more", key_cache)
     if need_tensor(op, "value_cache", value_cache, 4, dtypes, device) != shape:
         refuse(op, "value_cache", f"the shape of key_cache, {list(shape)}", value_cache)
     return heads
@@ -180,8 +180,8 @@ def _check_attention(op, q, key_cache, value_cache, block_tables, seq_lens, scal
     """Refuses what decode and prefill both refuse; returns the counts of tokens and of sequences, and the device."""
     tokens, heads, size = need_act(op, "q", q, 3)
     device = q.get_device()
-    if not 1 <= size <= MAX_HEAD_SIZE:
-        refuse(op, "q", f"[tokens,heads,D] with D from 1 to {MAX_HEAD_SIZE}", q)
+    if not 1 <= size <= MAX_HEAD_SIZE or heads < 1:
+        refuse(op, "q", f"[tokens,heads,D] with a head or more and D from 1 to {MAX_HEAD_SIZE}", q)
     kv_heads = _check_caches(op, key_cache, value_cache, q, device, size)
     if kv_heads == 0 or heads % kv_heads:
         refuse(op, "key_cache", f"a count of heads that divides the {heads} of q", key_cache)
@@ -201,10 +201,10 @@ def _check_attention(op, q, key_cache, value_cache, block_tables, seq_lens, scal
 
 
 def _usual(q, key_cache, value_cache, block_tables, seq_lens, scale, softcap, window, alibi_slopes, sequences) -> bool:
-    """Whether a call is plainly right, in one expression: it runs in every call. The checks below look at the others."""
+    """Whether a call is plainly right, in one expression, as it runs in every call. The checks below look at others."""
     try:
         act, device, (_, heads, size), cache = q.dtype, q.get_device(), q.shape, key_cache.shape
-        _, _, kv_heads, cache_size = cache
+        _, block_size, kv_heads, cache_size = cache
         return (
             (act in NATIVE_ACT and key_cache.dtype is value_cache.dtype is act and alibi_slopes is None)
             and block_tables.dtype is seq_lens.dtype is torch.int32
@@ -212,8 +212,8 @@ def _usual(q, key_cache, value_cache, block_tables, seq_lens, scale, softcap, wi
             and block_tables.get_device() == seq_lens.get_device() == device
             and (value_cache.shape == cache and seq_lens.shape == (sequences,) and block_tables.shape[0] == sequences)
             and (block_tables.dim() == 2 and cache_size == size and 1 <= size <= MAX_HEAD_SIZE)
-            and (kv_heads > 0 and heads % kv_heads == 0 and isinstance(scale, float | int))
-            and (softcap >= 0 and window >= 0)
+            and (block_size > 0 and kv_heads > 0 and heads > 0 and heads % kv_heads == 0)
+            and (isinstance(scale, float | int) and softcap >= 0 and window >= 0)
         )
     except (AttributeError, TypeError, ValueError):  # no tensor, or another count of dimensions
         return False

@@ -56,15 +56,15 @@ _warned: set[tuple[str, str, str]] = set()  # (op, device, kind of event)
 _DIRECT = """
 def {op}({names}):
     check({names})
-    if supports is not None:
-        verdict = supports({names})
-        if verdict is not True:
-            return walk(({names},), 1, [(first, verdict)])
     try:
-        result = function({names})
+        verdict = True if supports is None else supports({names})
+        if verdict is True:
+            result = function({names})
     except Exception as error:
         failed(first, error, ({names},))
         return walk(({names},), 1)
+    if verdict is not True:
+        return walk(({names},), 1, [(first, verdict)])
     counters.values[{calls}] += 1
     return result
 """
@@ -277,11 +277,11 @@ class Chain:
             if one.breaker.is_open():
                 refused.append((one, "breaker open after failures in a row"))
                 continue
-            verdict = True if one.supports is None else one.supports(*args)
-            if verdict is not True:
-                refused.append((one, verdict))
-                continue
             try:
+                verdict = True if one.supports is None else one.supports(*args)
+                if verdict is not True:
+                    refused.append((one, verdict))
+                    continue
                 result = one.function(*args)
             except Exception as error:  # noqa: BLE001  whatever a provider raises
                 self._failed(one, error, args)
@@ -354,7 +354,10 @@ class Chain:
 
 
 def _available(one: Implementation) -> Candidate:
-    verdict = True if one.available is None else one.available()
+    try:
+        verdict = True if one.available is None else one.available()
+    except Exception as error:  # noqa: BLE001  whatever a provider raises
+        verdict = f"whether it is available cannot be told: {type(error).__name__}: {error}"
     if verdict is not True:
         return Candidate(one.provider, one.provider, UNAVAILABLE, str(verdict))
     return Candidate(one.provider, one.provider, READY, "", one.function, one.supports)

@@ -2,7 +2,8 @@
 
 Counters live in a memory-mapped file per process under OPSHIM_RUN_DIR (in anonymous memory where it is not set), so a
 worker that dies by SIGKILL still leaves its numbers. A file is an array of 256-byte records: the first holds MAGIC,
-each further one eight uint64 counters (one per entry of EVENTS, then what the chain decided) and the name "op\\0candidate".
+each further one eight uint64 counters (one per entry of EVENTS, then what the chain decided) and the name
+"op\\0candidate".
 """
 
 from __future__ import annotations

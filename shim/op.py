@@ -32,6 +32,7 @@ from shim.errors import OpArgumentError, RegistrationError, UnknownNameError
 _registry: dict[str, Op] = {}
 _library = torch.library.Library("opshim", "DEF")
 _numbers = itertools.count()
+_modes = torch._C._len_torch_dispatch_stack
 RESERVED = ("native", "reference")  # provider names that the shim itself gives
 
 
@@ -124,7 +125,7 @@ class Op:
         return getattr(getattr(torch.ops, self.library.ns), self.name).default
 
     def __call__(self, *args, **kwargs):
-        if is_dynamo_compiling():
+        if is_dynamo_compiling() or _modes():  # traced, faked or functionalised: torch has to see one opaque op
             return self.torch_op(*args, **kwargs)
         try:
             chain = self.chains[(args[0] if args else kwargs[self._first]).device]

@@ -69,7 +69,8 @@ def _files() -> dict[str, str]:
 
 def _manifest(static: bool) -> Iterator[Check]:
     if not MANIFEST.exists():
-        yield Check("files", SKIP, f"no manifest at {MANIFEST}", "python runner.py probe --record, when the image is built")
+        step = "python runner.py probe --record, when the image is built"
+        yield Check("files", SKIP, f"no manifest at {MANIFEST}", step)
         return
     recorded, present = json.loads(MANIFEST.read_text()), _files()
     missing = sorted(recorded.keys() - present.keys())
@@ -100,7 +101,7 @@ def _tools(static: bool) -> Iterator[Check]:
         told = next((line for line in words if re.search(r"\d+\.\d+", line)), words[0]).strip()
         yield Check(name, PASS, f"{shutil.which(command[0])}: {told}")
     ninja = importlib.util.find_spec("ninja") is not None or shutil.which("ninja")
-    yield Check("ninja", PASS if ninja else SKIP, "there" if ninja else "not there", "" if ninja else "pip install ninja")
+    yield Check("ninja", PASS, "there") if ninja else Check("ninja", SKIP, "not there", "pip install ninja")
 
 
 # ---- libraries ------------------------------------------------------------------------------------------------------

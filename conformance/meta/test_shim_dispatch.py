@@ -132,6 +132,16 @@ def test_raising_outside_the_domain_is_no_failure_of_the_provider(op, caplog):
     assert not caplog.records
 
 
+def test_a_guard_that_raises_is_a_failure_of_its_provider(op):
+    def supports(x, times=1):
+        raise ZeroDivisionError
+
+    provider(op, "p", supports=supports)
+    with using(Policy("strict")), pytest.raises(shim.OpExecutionError, match="p failed on cpu: ZeroDivisionError"):
+        op(X)
+    assert Chain(op, "cpu", Policy("auto")).call(X)[0].item() == 2.0
+
+
 def test_refusal_inside_the_domain_is_an_error_under_strict(op):
     provider(op, "p", supports=lambda x, times=1: "needs an even size")
     with using(Policy("strict")), pytest.raises(shim.OpUnavailableError, match="p: needs an even size"):

@@ -55,7 +55,6 @@ __device__ __forceinline__ void copy_items(const Gemm& g, char* memory, HopperSh
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const int items = tiles * blocks, steps = ceil_div(g.k, kHopperK);
   const int64_t weight_step = (kPairs ? 8 : 16) * g.row_stride;
-  const uint64_t policy = once();
 
   // The next item, found out in five steps, each of which only needs what the one before has loaded.
   constexpr int kLookUps = 5;
@@ -134,8 +133,7 @@ __device__ __forceinline__ void copy_items(const Gemm& g, char* memory, HopperSh
 #pragma unroll
         for (int i = 0; i < kWeightRows; ++i)
           if (weights && first_n + i * (kPairs ? 8 : 16) < g.n)
-            copy_async(to + hopper_piece(row + 16 * i, piece), inside ? weights + i * weight_step + k : weights, inside,
-                       policy);
+            copy_async(to + hopper_piece(row + 16 * i, piece), inside ? weights + i * weight_step + k : weights, inside);
 #pragma unroll
         for (int i = 0; i < kTokenRows; ++i)
           if (tokens[i])

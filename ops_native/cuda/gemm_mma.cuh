@@ -15,18 +15,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 // 16 bytes from global to shared memory; zeros, and nothing is read, where it is not real.
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
-               : "memory");
-}
-// The same for what is read once: it is the first to leave the L2 cache, so that rows and results may stay.
-__device__ __forceinline__ uint64_t once() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool real, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
-               "r"(real ? 16 : 0), "l"(policy)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
                : "memory");
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -20,14 +20,10 @@ template <class T, int kM, int kN> class Ring {
 
   // A stage's copies; row_of(i): where this lane's i-th row begins, or null. k: the lane's first; beyond `end`, zeros.
   template <class F> __device__ __forceinline__ void copy_weights(int stage, int k, int end, F row_of) const {
-    copy_rows<4 * kM>(stage, 0, k, end, row_of, [this](uint32_t to, const T* from, bool inside) {
-      copy_async(to, from, inside, policy_);
-    });
+    copy_rows<4 * kM>(stage, 0, k, end, row_of);
   }
   template <class F> __device__ __forceinline__ void copy_tokens(int stage, int k, int end, F row_of) const {
-    copy_rows<2 * kN>(stage, 16 * kM, k, end, row_of, [](uint32_t to, const T* from, bool inside) {
-      copy_async(to, from, inside);
-    });
+    copy_rows<2 * kN>(stage, 16 * kM, k, end, row_of);
   }
 
   // All lanes' copies of the stage are complete, and __syncwarp() has been called since.
@@ -58,17 +54,16 @@ template <class T, int kM, int kN> class Ring {
   __device__ __forceinline__ char* at(int stage, int row, int piece) const {
     return memory_ + stage * kStageBytes + row * (kStageK * 2) + (piece ^ row % 2 * 4) * 16;
   }
-  template <int kRows, class F, class Copy>
-  __device__ __forceinline__ void copy_rows(int stage, int first, int k, int end, F row_of, Copy copy) const {
+  template <int kRows, class F>
+  __device__ __forceinline__ void copy_rows(int stage, int first, int k, int end, F row_of) const {
     const int row = threadIdx.x % kWarp / 8, piece = threadIdx.x % 8;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       const T* const from = row_of(i);
-      if (from) copy(shared_address(at(stage, first + row + 4 * i, piece)), k < end ? from + k : from, k < end);
+      if (from) copy_async(shared_address(at(stage, first + row + 4 * i, piece)), k < end ? from + k : from, k < end);
     }
   }
   char* const memory_;
-  const uint64_t policy_ = once();
 };
 
 // row_warps warps beside each other have 16 kM rows each; the block's other warps share k with them.

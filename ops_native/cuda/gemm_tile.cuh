@@ -28,7 +28,6 @@ __global__ void __launch_bounds__(256, 2) tile_kernel(const Gemm g, const bool w
   const int piece = threadIdx.x % 8, row = threadIdx.x / 8;  // what this thread copies: rows row, row + 32, ...
   const uint32_t shared = shared_address(shared_memory);
   const int steps = ceil_div(g.k, kTileK);
-  const uint64_t policy = once();
 
   wait_for_previous();
   let_next_start();
@@ -52,7 +51,7 @@ __global__ void __launch_bounds__(256, 2) tile_kernel(const Gemm g, const bool w
 #pragma unroll
         for (int i = 0; i < kTileRows / 32; ++i) {
           const bool real = weights[i] && k < g.k;
-          copy_async(to + piece_at(row + 32 * i, piece), real ? weights[i] + k : g.w, real, policy);
+          copy_async(to + piece_at(row + 32 * i, piece), real ? weights[i] + k : g.w, real);
         }
 #pragma unroll
         for (int i = 0; i < kTileTokens / 32; ++i) {

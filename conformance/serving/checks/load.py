@@ -16,6 +16,7 @@ from conformance.serving.client import Server, brief
 
 MANY, AT_ONCE = 200, 32
 NO_METRICS = "/metrics does not tell vllm:num_requests_running"
+ATTEMPTS = 3
 
 
 @check("a client that leaves frees its slot: vllm:num_requests_running falls to 0 before the answer's end")
@@ -25,12 +26,17 @@ def aborted_stream_frees_its_slot(server: Server) -> str:
     tokens = min(server.context or 2048, 8192) - 32
     took, made = [], "vllm:generation_tokens_total"
     for stream in (True, False):
-        before = server.metric(made) or 0
         body = {"model": server.model, "prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
-        _leave(server, body)
-        took.append(server.idle())
-        expect(took[-1] is not None, f"{server.busy():.0f} still run or wait 15 s after the client left")
-        expect((server.metric(made) or 0) - before < tokens, f"all {tokens} tokens were made for a client that had left")
+        for _ in range(ATTEMPTS):  # a busy machine may hear of the leave only when the answer is done
+            before = server.metric(made) or 0
+            _leave(server, body)
+            idle = server.idle()
+            expect(idle is not None, f"{server.busy():.0f} still run or wait 15 s after the client left")
+            if (server.metric(made) or 0) - before < tokens:
+                break
+        else:
+            expect(False, f"all {tokens} tokens were made for a client that had left, {ATTEMPTS} times")
+        took.append(idle)
     return f"free {took[0]:.1f} s after a stream was left, {took[1]:.1f} s after a whole answer was"
 
 
