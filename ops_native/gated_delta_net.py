@@ -18,7 +18,8 @@ def _gating_supports(a, b, A_log, dt_bias):
 
 
 def _prefill_supports(q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True):
-    (_, page, row, inner), (_, _, V, K) = state.stride(), state.shape
+    _, page, row, inner = state.stride()
+    _, _, V, K = state.shape
     return (
         q.stride()[2] == k.stride()[2] == v.stride()[2] == inner == 1
         and (g.is_contiguous() and beta.is_contiguous() and has_initial_state.is_contiguous())
@@ -29,7 +30,8 @@ def _prefill_supports(q, k, v, g, beta, state, state_indices, has_initial_state,
 
 
 def _decode_supports(q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1):
-    (_, page, row, inner), (_, _, V, K) = state.stride(), state.shape
+    _, page, row, inner = state.stride()
+    _, _, V, K = state.shape
     return (
         q.stride()[2] == k.stride()[2] == v.stride()[2] == inner == 1 == a.stride()[1] == b.stride()[1]
         and (A_log.is_contiguous() and dt_bias.is_contiguous() and row == K and page == V * K)

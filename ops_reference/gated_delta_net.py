@@ -177,8 +177,11 @@ def _check_gating(a, b, A_log, dt_bias):
 @gdn_prefill.checks
 def _check_prefill(q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True):
     try:
-        act, device, qs = q.dtype, q.get_device(), q.shape
-        (T, H, K), (Tv, HV, V), (_, HVs, Vs, Ks), (n,) = qs, v.shape, state.shape, state_indices.shape
+        act, device = q.dtype, q.get_device()
+        T, H, K = qs = q.shape
+        Tv, HV, V = v.shape
+        _, HVs, Vs, Ks = state.shape
+        (n,) = state_indices.shape
         if (
             (act in NATIVE_ACT and k.dtype is v.dtype is act and (state.dtype is _F32 or state.dtype is act))
             and (g.dtype is beta.dtype is _F32 and has_initial_state.dtype is _BOOL)
@@ -198,8 +201,10 @@ def _check_prefill(q, k, v, g, beta, state, state_indices, has_initial_state, cu
 @gdn_decode.checks
 def _check_decode(q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1):
     try:
-        act, device, qs = q.dtype, q.get_device(), q.shape
-        (B, H, K), (Bv, HV, V), (_, HVs, Vs, Ks) = qs, v.shape, state.shape
+        act, device = q.dtype, q.get_device()
+        B, H, K = qs = q.shape
+        Bv, HV, V = v.shape
+        _, HVs, Vs, Ks = state.shape
         if (
             act in NATIVE_ACT
             and (k.dtype is v.dtype is a.dtype is b.dtype is act and (state.dtype is _F32 or state.dtype is act))

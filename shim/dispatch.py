@@ -57,16 +57,15 @@ _DIRECT = """
 def {op}({names}):
     check({names})
     try:
-        verdict = True if supports is None else supports({names})
+        verdict = {guard}
         if verdict is True:
             result = function({names})
+            counters.values[{calls}] += 1
+            return result
     except Exception as error:
         failed(first, error, ({names},))
         return walk(({names},), 1)
-    if verdict is not True:
-        return walk(({names},), 1, [(first, verdict)])
-    counters.values[{calls}] += 1
-    return result
+    return walk(({names},), 1, [(first, verdict)])
 """
 
 
@@ -241,7 +240,8 @@ class Chain:
             "failed": self._failed,
             "counters": counters,
         }
-        source = _DIRECT.format(op=self.op.name, names=names, calls=first.slot + CALLS)
+        guard = "True" if first.supports is None else f"supports({names})"
+        source = _DIRECT.format(op=self.op.name, names=names, guard=guard, calls=first.slot + CALLS)
         exec(source, scope)  # noqa: S102
         call = scope[self.op.name]
         call.__defaults__ = self.op.reference.__defaults__

@@ -128,7 +128,8 @@ class Op:
         if is_dynamo_compiling() or _modes():  # traced, faked or functionalised: torch has to see one opaque op
             return self.torch_op(*args, **kwargs)
         try:
-            chain = self.chains[(args[0] if args else kwargs[self._first]).device]
+            first = args[0] if args else kwargs[self._first]
+            chain = self.chains["cpu" if first.is_cpu else first.device]  # a device takes longer to hash
         except (KeyError, AttributeError):
             chain = self._resolve(args, kwargs)
         return chain.call(*args, **kwargs) if kwargs else chain.call(*args)  # an empty dict costs, too
