@@ -28,14 +28,18 @@ def issue(results: Iterable[dict[str, Any]], folder: Path | None = None) -> list
 
 def obstacle(report: dict[str, Any]) -> str:
     """Why the report is no full pass; empty where it is one."""
-    summary, coverage = report["summary"], report["coverage"]
+    summary = report["summary"]
     if summary["failed"]:
         return f"{summary['failed']} cases failed"
     if not summary["passed"]:
         return "nothing ran"
-    if coverage["run"] < coverage["listed"] or not coverage["listed"]:
-        return f"only {coverage['run']} of {coverage['listed']} cases were run"
-    return "" if report["build"] else "its code cannot be identified"
+    return unrun(report) or ("" if report["build"] else "its code cannot be identified")
+
+
+def unrun(report: dict[str, Any]) -> str:
+    """Words for a report that lacks cases which were to be run: a pass of the others proves nothing; empty for none."""
+    run, listed = report["coverage"]["run"], report["coverage"]["listed"]
+    return f"only {run} of {listed} cases were run" if run < listed or not listed else ""
 
 
 def _issue(report: dict[str, Any], folder: Path) -> str:

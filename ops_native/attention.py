@@ -7,7 +7,7 @@ import functools
 import torch
 
 import shim
-from ops_native.libraries import CPU, CUDA, DTYPE, where
+from ops_native.libraries import CPU, CUDA, DTYPE, pointers, where
 from ops_reference.attention import MAX_HEAD_SIZE
 
 UNIT_QUERIES = 8  # query heads that cuda/paged_attention.cu takes at once
@@ -74,6 +74,10 @@ def _rows(block_tables):
     return block_tables if block_tables.stride(1) == 1 else block_tables.contiguous()
 
 
+def _slopes(alibi_slopes):
+    return None if alibi_slopes is None else alibi_slopes.contiguous()
+
+
 def _layout(q, key_cache, value_cache, tables):
     """Sizes and strides, in the order of the C functions."""
     blocks, block_size, kv_heads, size = key_cache.shape
@@ -92,15 +96,9 @@ def paged_attention_v2(
 ):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables, lengths = _rows(block_tables), seq_lens.contiguous()
-    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+    slopes = _slopes(alibi_slopes)
     c.opshim_paged_attention_v2(
-        q.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        tables.data_ptr(),
-        lengths.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
-        out.data_ptr(),
+        *pointers(q, key_cache, value_cache, tables, lengths, slopes, out),
         DTYPE[q.dtype],
         q.shape[0],
         *_layout(q, key_cache, value_cache, tables),
@@ -128,22 +126,14 @@ def paged_attention_v2_cuda(
 ):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables, lengths = _rows(block_tables), seq_lens.contiguous()
-    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+    slopes = _slopes(alibi_slopes)
     count, heads = q.shape[:2]
     units = key_cache.shape[2] * -(-heads // key_cache.shape[2] // UNIT_QUERIES)
     blocks = max(units, UNIT_BLOCKS * _sm_count(q.get_device()))
     records = torch.empty((blocks, 2, UNIT_QUERIES, MAX_HEAD_SIZE + 2), dtype=torch.float32, device=q.device)
     firsts = torch.empty(count + 1, dtype=torch.int32, device=q.device)
     c.opshim_paged_attention_v2(
-        q.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        tables.data_ptr(),
-        lengths.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
-        out.data_ptr(),
-        records.data_ptr(),
-        firsts.data_ptr(),
+        *pointers(q, key_cache, value_cache, tables, lengths, slopes, out, records, firsts),
         blocks,
         DTYPE[q.dtype],
         count,
@@ -167,16 +157,9 @@ def paged_prefill(
 ):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     tables, bounds, lengths = _rows(block_tables), cu_seqlens_q.contiguous(), seq_lens.contiguous()
-    slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
+    slopes = _slopes(alibi_slopes)
     c.opshim_paged_prefill(
-        q.data_ptr(),
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        tables.data_ptr(),
-        bounds.data_ptr(),
-        lengths.data_ptr(),
-        0 if slopes is None else slopes.data_ptr(),
-        out.data_ptr(),
+        *pointers(q, key_cache, value_cache, tables, bounds, lengths, slopes, out),
         DTYPE[q.dtype],
         q.shape[0],
         lengths.shape[0],

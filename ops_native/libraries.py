@@ -37,3 +37,8 @@ def where(tensor: torch.Tensor) -> tuple[int, ...]:
         device = tensor.get_device()
         return device, torch._C._cuda_getCurrentRawStream(device)
     return (torch.get_num_threads(),)
+
+
+def pointers(*tensors: torch.Tensor | None) -> list[int]:
+    """The tensors' addresses, 0 for None."""
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import shim
-from ops_native.libraries import CPU, CUDA, DTYPE, where
+from ops_native.libraries import CPU, CUDA, DTYPE, pointers, where
 from ops_reference.common import describe
 from ops_reference.moe import align_capacity
 
@@ -33,10 +33,6 @@ def _inner_contiguous(tensor: Tensor) -> bool:
     return True
 
 
-def _pointer(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _align_supports(topk_ids, block_size, num_experts, expert_map=None):
     for name, tensor in (("topk_ids", topk_ids), ("expert_map", expert_map)):
         if tensor is not None and not tensor.is_contiguous():
@@ -56,11 +52,7 @@ def moe_align_block_size(c, topk_ids, block_size, num_experts, expert_map=None):
     sorted_token_ids, expert_ids = topk_ids.new_empty(capacity), topk_ids.new_empty(capacity // block_size)
     count = topk_ids.new_empty(1)
     c.opshim_moe_align_block_size(
-        topk_ids.data_ptr(),
-        _pointer(expert_map),
-        sorted_token_ids.data_ptr(),
-        expert_ids.data_ptr(),
-        count.data_ptr(),
+        *pointers(topk_ids, expert_map, sorted_token_ids, expert_ids, count),
         slots,
         block_size,
         num_experts,
@@ -98,12 +90,7 @@ def moe_align_block_size_cuda(c, topk_ids, block_size, num_experts, expert_map=N
     sorted_token_ids, expert_ids = topk_ids.new_empty(capacity), topk_ids.new_empty(capacity // block_size)
     count, scratch = topk_ids.new_empty(1), topk_ids.new_empty(chunks * num_experts if chunks > 1 else 0)
     c.opshim_moe_align_block_size(
-        topk_ids.data_ptr(),
-        _pointer(expert_map),
-        sorted_token_ids.data_ptr(),
-        expert_ids.data_ptr(),
-        count.data_ptr(),
-        scratch.data_ptr(),
+        *pointers(topk_ids, expert_map, sorted_token_ids, expert_ids, count, scratch),
         slots,
         block_size,
         num_experts,
@@ -135,13 +122,7 @@ def grouped_gemm(c, x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, 
     slots = x.shape[0] * top_k
     y = x.new_empty((slots, features))
     c.opshim_grouped_gemm(
-        x.data_ptr(),
-        w.data_ptr(),
-        sorted_token_ids.data_ptr(),
-        expert_ids.data_ptr(),
-        num_tokens_post_padded.data_ptr(),
-        _pointer(slot_weights),
-        y.data_ptr(),
+        *pointers(x, w, sorted_token_ids, expert_ids, num_tokens_post_padded, slot_weights, y),
         DTYPE[x.dtype],
         slots,
         sorted_token_ids.shape[0],
@@ -168,9 +149,7 @@ def moe_sum(c, y, topk_ids=None):
     tokens, top_k, features = y.shape
     out = y.new_empty((tokens, features))
     c.opshim_moe_sum(
-        y.data_ptr(),
-        _pointer(topk_ids),
-        out.data_ptr(),
+        *pointers(y, topk_ids, out),
         DTYPE[y.dtype],
         tokens,
         top_k,
@@ -195,6 +174,16 @@ def _fused_supports(
     return _refusal(x, rows, {"topk_weights": topk_weights, "topk_ids": topk_ids, "expert_map": expert_map})
 
 
+def _fused_sizes(x, w1, w2, w3, topk_ids, expert_map, apply_router_weight_on_input):
+    """Sizes and strides, in the order of the C functions."""
+    experts, hidden, inner = w2.shape
+    return (
+        *(DTYPE[x.dtype], *topk_ids.shape, experts, inner, hidden),
+        *(0 if expert_map is None else expert_map.shape[0], apply_router_weight_on_input),
+        *(x.stride(0), w1.stride(0), w2.stride(0), 0 if w3 is None else w3.stride(0)),
+    )
+
+
 @shim.native(
     "fused_moe",
     library=CPU,
@@ -204,28 +193,10 @@ def _fused_supports(
 def fused_moe(
     c, x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
 ):
-    experts, hidden, inner = w2.shape
     out = x.new_empty(x.shape)
     c.opshim_fused_moe(
-        x.data_ptr(),
-        w1.data_ptr(),
-        w2.data_ptr(),
-        _pointer(w3),
-        topk_weights.data_ptr(),
-        topk_ids.data_ptr(),
-        _pointer(expert_map),
-        out.data_ptr(),
-        DTYPE[x.dtype],
-        *topk_ids.shape,
-        experts,
-        inner,
-        hidden,
-        0 if expert_map is None else expert_map.shape[0],
-        apply_router_weight_on_input,
-        x.stride(0),
-        w1.stride(0),
-        w2.stride(0),
-        0 if w3 is None else w3.stride(0),
+        *pointers(x, w1, w2, w3, topk_weights, topk_ids, expert_map, out),
+        *_fused_sizes(x, w1, w2, w3, topk_ids, expert_map, apply_router_weight_on_input),
         *where(x),
     )
     return out
@@ -252,26 +223,8 @@ def fused_moe_cuda(
     size = _scratch_bytes(topk_ids.numel(), experts, inner, hidden, x.dtype)
     scratch = torch.empty(size, dtype=torch.uint8, device=x.device)
     c.opshim_fused_moe(
-        x.data_ptr(),
-        w1.data_ptr(),
-        w2.data_ptr(),
-        _pointer(w3),
-        topk_weights.data_ptr(),
-        topk_ids.data_ptr(),
-        _pointer(expert_map),
-        out.data_ptr(),
-        scratch.data_ptr(),
-        DTYPE[x.dtype],
-        *topk_ids.shape,
-        experts,
-        inner,
-        hidden,
-        0 if expert_map is None else expert_map.shape[0],
-        apply_router_weight_on_input,
-        x.stride(0),
-        w1.stride(0),
-        w2.stride(0),
-        0 if w3 is None else w3.stride(0),
+        *pointers(x, w1, w2, w3, topk_weights, topk_ids, expert_map, out, scratch),
+        *_fused_sizes(x, w1, w2, w3, topk_ids, expert_map, apply_router_weight_on_input),
         size,
         *where(x),
     )

@@ -1,37 +1,13 @@
-// The matrix products' PTX: asynchronous copies, matrix fragments, mma.sync, and kernels that start early.
+// The matrix products' PTX: matrix fragments, mma.sync, and kernels that start early.
 //
 // Fragments of m16n8k16, for lane l with r = l / 4 and c = 2 (l % 4), a register holding two neighbours in k:
 //   A [16,16]   a0 (r, c)  a1 (r + 8, c)  a2 (r, c + 8)  a3 (r + 8, c + 8)
 //   B [16,8]    b0 (c, r)  b1 (c + 8, r)
 //   C [16,8]    c0 c1 (r, c) (r, c + 1)  c2 c3 (r + 8, c) (r + 8, c + 1)                          float32
 #pragma once
-#include "opshim.cuh"
+#include "copies.cuh"
 
 namespace {
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return uint32_t(__cvta_generic_to_shared(pointer));
-}
-
-// 16 bytes from global to shared memory; zeros, and nothing is read, where it is not real.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool real) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0)
-               : "memory");
-}
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for this thread's copies but for those of the last `kPending` groups.
-template <int kPending> __device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-// Four matrices of 8 x 8: lane l names row l % 8 of matrix l / 8, and gets elements (l / 4, 2 (l % 4)) and the next of
-// each.
-__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(row)
-               : "memory");
-}
 
 template <class T>
 __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
