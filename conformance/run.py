@@ -27,7 +27,7 @@ from conformance import compare
 from conformance.case import DTYPE_NAMES, Case
 from conformance.compare import Evaluation, Finding
 from conformance.memory import Watch, named_outputs
-from shim.dispatch import bind
+from shim.candidates import bind
 
 
 @dataclass(frozen=True)

@@ -190,9 +190,9 @@ def _check_attention(op, q, key_cache, value_cache, block_tables, seq_lens, scal
         refuse(op, "block_tables", f"[{count},MB], a row per sequence", block_tables)
     if not isinstance(scale, float | int):
         refuse(op, "scale", "a number", scale)
-    if not softcap >= 0:
+    if not isinstance(softcap, float | int) or not softcap >= 0:
         refuse(op, "softcap", "0 for none, or a positive number", softcap)
-    if not window >= 0:
+    if not isinstance(window, int) or window < 0:
         refuse(op, "window", "0 for none, or a positive count of tokens", window)
     slopes = alibi_slopes
     if slopes is not None and need_tensor(op, "alibi_slopes", slopes, 1, {wide(q.dtype)}, device)[0] != heads:

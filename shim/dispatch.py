@@ -9,16 +9,15 @@ library could not be had and the op had to go without, the chain is resolved aga
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 
 from shim import certificates, table
 from shim import policy as policies
-from shim.certificates import NOT_ASKED, Certificate
+from shim.candidates import NOT_CHOSEN, NOT_NEEDED, READY, SELECTED, UNAVAILABLE, Candidate, available, from_library
 from shim.errors import (
     BuildError,
     OpArgumentError,
@@ -36,18 +35,14 @@ from shim.health import (
     IS_SELECTED,
     OUTSIDE,
     REFUSALS,
-    Breaker,
     counters,
     watched,
 )
-from shim.loading import Found, Loaded
 from shim.op import Implementation, Op, get, names
 from shim.policy import Policy
 
 log = logging.getLogger("opshim")
 RETRY_SECONDS = 60.0
-SELECTED, READY, UNAVAILABLE = "selected", "ready", "unavailable"
-NOT_NEEDED, NOT_CHOSEN, BREAKER_OPEN = "not needed", "not chosen", "breaker open"
 _resolving = threading.RLock()
 _warned: set[tuple[str, str, str]] = set()  # (op, device, kind of event)
 
@@ -67,46 +62,6 @@ def {op}({names}):
         return walk(({names},), 1)
     return walk(({names},), 1, [(first, verdict)])
 """
-
-
-@dataclass(eq=False)
-class Candidate:
-    """One implementation in a chain. `function` has the op's signature and is None unless it can be called."""
-
-    label: str  # "native:precompiled", "native:jit", "reference", or the provider's name
-    provider: str
-    resolved: str  # the state it got when the chain was resolved
-    reason: str = ""
-    function: Callable | None = None
-    supports: Callable | None = None
-    library: Loaded | None = None
-    certificate: Certificate = NOT_ASKED
-    breaker: Breaker = field(default_factory=Breaker)
-    slot: int = 0
-
-    @property
-    def state(self) -> str:
-        return BREAKER_OPEN if self.breaker.is_open() else self.resolved
-
-    def __call__(self, *args, **kwargs):
-        return self.function(*args, **kwargs)
-
-    @property
-    def told(self) -> str:
-        """The reason for its state, and what is proven of it."""
-        return ", ".join(words for words in (self.reason, self.certificate.words) if words)
-
-    @property
-    def build(self) -> dict[str, str]:
-        """What identifies its code (shim/certificates.py)."""
-        if self.library:
-            return certificates.native_build(self.library.info)
-        return certificates.python_build(self.function) if self.function else {}
-
-    def as_dict(self) -> dict:
-        build = self.library.info if self.library else None
-        proof = {"certified": self.certificate.valid, "certificate": self.certificate.words}
-        return {"candidate": self.label, "state": self.state, "reason": self.reason, "build": build, **proof}
 
 
 class Chain:
@@ -164,13 +119,13 @@ class Chain:
         reason = self._left_out(one.provider, one.explicit)
         if reason:
             return Candidate(one.provider, one.provider, NOT_CHOSEN, reason)
-        return self._with_certificate(_available(one))
+        return self._with_certificate(available(one))
 
     def _native(self, one: Implementation) -> list[Candidate]:
         reason = self._left_out("native", False)
         if reason:
             return [Candidate("native", "native", NOT_CHOSEN, reason)]
-        first = _from_library("native:precompiled", one, one.library.precompiled(one.symbols))
+        first = from_library("native:precompiled", one, one.library.precompiled(one.symbols))
         first = self._with_certificate(first)
         if first.function:
             return [first, Candidate("native:jit", "native", NOT_NEEDED)]
@@ -183,7 +138,7 @@ class Chain:
             proof = certificates.find(self.op, "native", self.device, build)
             if not proof.valid:
                 return Candidate("native:jit", "native", UNAVAILABLE, proof.words)
-        return self._with_certificate(_from_library("native:jit", one, one.library.compiled(one.symbols)))
+        return self._with_certificate(from_library("native:jit", one, one.library.compiled(one.symbols)))
 
     def _with_certificate(self, one: Candidate) -> Candidate:
         """The candidate with what is proven of it; unavailable where the policy wants a proof and there is none."""
@@ -322,11 +277,13 @@ class Chain:
                 self._warn("refused", f"a call was served by {server.label}, as {one.label} does not take it: {reason}")
 
     def _failed(self, one: Candidate, error: Exception, args) -> None:
-        """Counts a failure; raises where the policy lets nobody else answer. Outside the op's domain, where the
-        reference serves, a provider that raises instead of refusing has not failed."""
+        """Counts a failure; raises where the policy lets nobody else answer. A provider has not failed that raises on a
+        wrong argument, or outside the op's domain, where the reference serves."""
         if isinstance(error, OpArgumentError):
             raise error
         sticky = is_sticky(error)
+        if not sticky:
+            self.op.refuse_wrong_scalars(args)
         if not sticky and one is not self.reference and self.op.in_domain(*args) is not True:
             return
         counters.values[one.slot + FAILURES] += 1
@@ -351,53 +308,6 @@ class Chain:
         if key not in _warned:
             _warned.add(key)
             log.warning("%s: %s", self.op.name, message)
-
-
-def _available(one: Implementation) -> Candidate:
-    try:
-        verdict = True if one.available is None else one.available()
-    except Exception as error:  # noqa: BLE001  whatever a provider raises
-        verdict = f"whether it is available cannot be told: {type(error).__name__}: {error}"
-    if verdict is not True:
-        return Candidate(one.provider, one.provider, UNAVAILABLE, str(verdict))
-    return Candidate(one.provider, one.provider, READY, "", one.function, one.supports)
-
-
-def _from_library(label: str, one: Implementation, found: Found) -> Candidate:
-    if found.functions is None:
-        return Candidate(label, "native", UNAVAILABLE, found.reason, library=found.library)
-    function = functools.partial(one.function, found.functions)
-    return Candidate(label, "native", READY, found.reason, function, one.supports, found.library)
-
-
-def bind(op: str | Op, device: str, provider: str) -> Candidate:
-    """One provider's implementation, ready to be called without check, guard or policy (conformance, bench).
-
-    provider: "native" (precompiled, else compiled here), "native:precompiled", "native:jit", "reference" or a name.
-    UnknownNameError for a name that nobody registered, OpUnavailableError with the reason where it cannot be had.
-    """
-    op = get(op) if isinstance(op, str) else op
-    base, _, stage = provider.partition(":")
-    name = base if base == "native" else provider
-    if name not in op.providers():
-        raise UnknownNameError(f"provider of {op.name}", provider, op.providers())
-    if name == "reference":
-        return Candidate("reference", "reference", READY, function=op.reference)
-    mine = [one for one in op.implementations if one.provider == name and one.serves(device)]
-    reasons = [] if mine else [f"none for device {device}"]
-    for one in mine:
-        for candidate in _stages(one, stage) if name == "native" else [_available(one)]:
-            if candidate.function:
-                return candidate
-            reasons.append(f"{candidate.label}: {candidate.reason}")
-    raise OpUnavailableError(f"{op.name}: provider {provider} is unavailable on {device}: {'; '.join(reasons)}")
-
-
-def _stages(one: Implementation, stage: str):
-    if stage != "jit":
-        yield _from_library("native:precompiled", one, one.library.precompiled(one.symbols))
-    if stage != "precompiled":
-        yield _from_library("native:jit", one, one.library.compiled(one.symbols))
 
 
 def resolve(only: Iterable[str] | None = None, device: str = "cpu", policy: Policy | None = None) -> list[Chain]:

@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch.compiler import is_dynamo_compiling
@@ -34,6 +34,7 @@ _library = torch.library.Library("opshim", "DEF")
 _numbers = itertools.count()
 _modes = torch._C._len_torch_dispatch_stack
 RESERVED = ("native", "reference")  # provider names that the shim itself gives
+_SCALARS = {int: "an int", float: "a number", bool: "True or False", type(None): "None"}
 
 
 def where(function: Callable) -> str:
@@ -118,6 +119,16 @@ class Op:
     def providers(self) -> list[str]:
         """Names of all that implement it on some device, the reference included."""
         return list(dict.fromkeys([*(one.provider for one in self.implementations), *RESERVED]))
+
+    def refuse_wrong_scalars(self, args: tuple) -> None:
+        """Raises OpArgumentError for the first of a call's positional arguments that is declared int, float or bool and
+        is none. An int passes for each of them. Costs too much for every call: it explains one that has failed."""
+        hints = get_type_hints(self.reference)
+        for name, value in zip(self.signature.parameters, args):
+            kinds = get_args(hints[name]) or (hints[name],)
+            if _SCALARS.keys() >= set(kinds) and not isinstance(value, (*kinds, int)):
+                expected = " or ".join(_SCALARS[kind] for kind in kinds)
+                raise OpArgumentError(self.name, name, expected, f"{type(value).__name__} {value!r}")
 
     @property
     def torch_op(self):

@@ -13,7 +13,8 @@ from conformance.case import Case
 from conformance.meta.scratch import double_native, double_op, provider, tiny_library
 from conformance.run import Result, Target
 from shim import certificates, device, plugins, table
-from shim.dispatch import Chain, bind
+from shim.candidates import bind
+from shim.dispatch import Chain
 from shim.policy import Policy
 
 FILE = """

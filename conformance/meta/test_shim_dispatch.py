@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import shim
 from conformance.meta.scratch import Clock, double_native, double_op, provider, tiny_library
 from shim import dispatch, errors, health
+from shim.candidates import bind
 from shim.dispatch import Chain
 from shim.policy import Policy, using
 
@@ -188,6 +190,37 @@ def test_argument_error_of_a_provider_is_not_a_failure(op):
     assert counts(op) == {}
 
 
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+@pytest.mark.parametrize("wrong", [None, "two", 2.0])
+def test_a_scalar_of_the_wrong_type_is_a_wrong_argument_and_no_failure(op, mode, wrong, caplog):
+    provider(op, "p", result=TypeError("wrong type"))
+    words = f"{op.name}: argument 'times': expected an int, got {type(wrong).__name__} {wrong!r}"
+    with using(Policy(mode)), pytest.raises(shim.OpArgumentError, match=re.escape(words)):
+        op(X, wrong)
+    assert counts(op) == {}
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "expected"),
+    [
+        ("gdn_decode", {"l2norm": None}, "True or False"),
+        ("gdn_decode", {"null_index": 1.5}, "an int"),
+        ("topk_softmax", {"renormalize": "yes"}, "True or False"),
+        ("fused_moe", {"apply_router_weight_on_input": None}, "True or False"),
+        ("paged_attention_v2", {"window": 3.5}, "an int"),
+        ("paged_attention_v2", {"softcap": None}, "0 for none, or a positive number"),
+        ("paged_prefill", {"window": "3"}, "0 for none, or a positive count of tokens"),
+    ],
+)
+def test_ops_name_the_scalar_that_is_of_the_wrong_type(name, wrong, expected):
+    op = shim.get(name)
+    arguments = op.example(torch.Generator().manual_seed(0), "cpu", torch.float32) | wrong
+    with pytest.raises(shim.OpArgumentError) as error:
+        op(**arguments)
+    assert (error.value.argument, error.value.expected) == (*wrong, expected)
+
+
 # ---- failures -------------------------------------------------------------------------------------------------------
 
 
@@ -286,23 +319,23 @@ def test_bind_gives_one_provider_without_policy(op, scratch):
     provider(op, "p")
     double_native(op, tiny_library(scratch))
     with using(Policy("reference")):
-        assert dispatch.bind(op, "cpu", "p")(X)[0].item() == 7.0
-        assert dispatch.bind(op.name, "cpu", "native").label == "native:jit"
-        assert dispatch.bind(op, "cpu", "native:jit")(X)[0].item() == 2.0
-        assert dispatch.bind(op, "cpu", "reference")(X)[0].item() == 2.0
+        assert bind(op, "cpu", "p")(X)[0].item() == 7.0
+        assert bind(op.name, "cpu", "native").label == "native:jit"
+        assert bind(op, "cpu", "native:jit")(X)[0].item() == 2.0
+        assert bind(op, "cpu", "reference")(X)[0].item() == 2.0
 
 
 def test_bind_says_why_a_provider_is_unavailable_or_unknown(op, scratch):
     provider(op, "p", available=lambda: "libp.so is missing")
     double_native(op, tiny_library(scratch), "double_it")
     with pytest.raises(shim.OpUnavailableError, match="p: libp.so is missing"):
-        dispatch.bind(op, "cpu", "p")
+        bind(op, "cpu", "p")
     with pytest.raises(shim.OpUnavailableError, match="native:precompiled: no libtiny.so on the search path"):
-        dispatch.bind(op, "cpu", "native:precompiled")
+        bind(op, "cpu", "native:precompiled")
     with pytest.raises(shim.OpUnavailableError, match="none for device cuda"):
-        dispatch.bind(op, "cuda", "native")
+        bind(op, "cuda", "native")
     with pytest.raises(shim.UnknownNameError, match="known: native, p, reference"):
-        dispatch.bind(op, "cpu", "q")
+        bind(op, "cpu", "q")
 
 
 def test_table_has_aligned_lines_and_the_search_path(op, scratch):

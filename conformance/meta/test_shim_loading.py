@@ -11,7 +11,8 @@ import torch
 import shim
 from conformance.meta.scratch import Clock, double_native, double_op, provider, script, tiny_library, tiny_spec
 from ops_native import build
-from shim import dispatch, loading
+from shim import loading
+from shim.candidates import bind
 from shim.dispatch import Chain
 from shim.loading import NativeLibrary
 from shim.policy import Policy, using
@@ -265,6 +266,6 @@ def test_suffix_names_the_instruction_set(scratch):
 def test_bound_op_keeps_its_functions_alive(library, installed):
     op = double_op()
     double_native(op, library)
-    candidate = dispatch.bind(op, "cpu", "native")
+    candidate = bind(op, "cpu", "native")
     library.reset()
     assert candidate(X).tolist() == [2.0] * 3
