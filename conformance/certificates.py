@@ -9,7 +9,6 @@ higher level replaces a failure. A partial run proves nothing, yet what fails in
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,7 @@ def _issue(report: dict[str, Any], folder: Path) -> str:
     }  # fmt: skip
     if _replaces(new, _old(path)):
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(f".{os.getpid()}")
-        reports.save(draft, new)
-        draft.replace(path)
+        reports.replace(path, new)
         return f"{what}: {f'not certified, as {reason}' if reason else 'certified'} ({shown(path)})"
     return f"{what}: the certificate stays as it was ({shown(path)})"
 

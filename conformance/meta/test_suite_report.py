@@ -1,5 +1,6 @@
 """Results of all workers end in one report per op, provider and device; `conform` turns it into an exit code."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
@@ -54,6 +55,19 @@ def test_a_report_survives_the_disk_with_infinities_as_text(tmp_path):
     assert again[0]["cases"][0]["ratio"] == "inf"
     assert again[1] == report.finite(reports[1])
     assert (tmp_path / "moe_sum.mine.cpu.json").is_file()
+
+
+def test_runs_that_write_into_one_folder_at_a_time_all_end_in_its_index(tmp_path):
+    reports = report.build(ONE, "quick", 0)
+
+    def write(number):
+        for one in reports:
+            report.write(tmp_path, [one | {"provider": f"p{number}"}])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, range(16)))
+    assert len(report.read(tmp_path)) == 16 * len(reports)
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json"}
 
 
 def test_the_text_tells_a_kernels_author_what_failed_on_which_input():

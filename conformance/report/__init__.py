@@ -16,7 +16,7 @@ runs of many providers: a later run joins it, and replaces the report of its own
     case     case (its name), kind, sizes, dtype, level, seed, status ("pass", "fail", "skip"), reason, message, ratio,
              findings [...], arguments {name: text} of a failure, provider_ms, reference_ms, replay (file, "" without)
     reason   of a failure: error_budget, row_error_budget, missing, non_finite, unequal, or a comparison's own;
-             wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, aliases_input, wrote_inputs,
+             wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, wrong_strides, aliases_input, wrote_inputs,
              wrote_outside, read_outside, unwritten, reached, changes, order, synchronises (properties), raised,
              not_refused, unavailable, timeout, crashed, poisoned_device, broken_case. Of a skip: refused,
              not_offered, no_memory, not_installed
@@ -28,11 +28,13 @@ runs of many providers: a later run joins it, and replaces the report of its own
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -109,18 +111,19 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def write(folder: Path, reports: list[dict[str, Any]]) -> Path:
-    """Writes the reports and their index, which keeps what other runs wrote there; returns the index's path. An index
-    of another schema is started anew."""
+    """Writes the reports and their index, which keeps what other runs wrote there, also those that
+    write at the same time; returns the index's path. An index of another schema is started anew."""
     folder.mkdir(parents=True, exist_ok=True)
-    try:
-        entries = {entry["file"]: entry for entry in _load(folder / "index.json")["reports"]}
-    except ReportError:
-        entries = {}
-    for report in reports:
-        name = f"{report['op']}.{report['provider'].replace(':', '-')}.{report['device']}.json"
-        save(folder / name, report)
-        entries[name] = {key: report[key] for key in _OF_INDEX} | {"file": name}
-    save(folder / "index.json", _document([entries[name] for name in sorted(entries)]))
+    with _locked(folder):
+        try:
+            entries = {entry["file"]: entry for entry in _load(folder / "index.json")["reports"]}
+        except ReportError:
+            entries = {}
+        for report in reports:
+            name = f"{report['op']}.{report['provider'].replace(':', '-')}.{report['device']}.json"
+            replace(folder / name, report)
+            entries[name] = {key: report[key] for key in _OF_INDEX} | {"file": name}
+        replace(folder / "index.json", _document([entries[name] for name in sorted(entries)]))
     return folder / "index.json"
 
 
@@ -172,6 +175,13 @@ def save(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
 
 
+def replace(path: Path, document: dict[str, Any]) -> None:
+    """As `save`, but who reads meanwhile sees the whole old file or the whole new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    save(draft, document)
+    draft.replace(path)
+
+
 def finite(value: Any) -> Any:
     """The value with infinities and NaN as text."""
     if isinstance(value, dict):
@@ -179,6 +189,17 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(one) for one in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Other runs that write into the folder wait."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from conformance.report import words
 Report = dict[str, Any]
 REGRESSIONS = ("newly failing", "newly skipped", "no longer run", "no longer tested", "closer to budget", "slower")
 GAINS = ("fixed", "newly tested")
-SHOWN = 10  # of a kind and report, in text
+SHOWN = 10  # of a kind; the page folds the rest
 NEARER, NEAR = 2.0, 0.5
 SLOWER, TIMED = 1.5, 5
 
@@ -136,14 +136,10 @@ def page(changes: Sequence[Change], old: str, new: str) -> str:
     sections = ""
     for what, of_kind in _by_kind(changes):
         tone, sign = ("fail", "✗") if what in REGRESSIONS else ("pass", "✓")
-        listed = "".join(
-            f"<li><code>{escape(change.case or change.op)}</code> "
-            f"<small>{escape(change.provider)} · {escape(change.device)}</small><p>{escape(change.told)}</p></li>"
-            for change in of_kind
-        )
-        sections += (
-            f'<h2>{what} <span class="badge {tone}">{sign} {len(of_kind)}</span></h2><ul class="changes">{listed}</ul>'
-        )
+        rest = _listed(of_kind[SHOWN:])
+        more = f"<details><summary>{len(of_kind) - SHOWN} more</summary>{rest}</details>" if of_kind[SHOWN:] else ""
+        badge = f'<span class="badge {tone}">{sign} {len(of_kind)}</span>'
+        sections += f"<h2>{what} {badge}</h2>{_listed(of_kind[:SHOWN])}{more}"
     body = f"""<header>
 <nav><a href="index.html">All ops</a></nav>
 <h1>What changed</h1>
@@ -152,3 +148,12 @@ def page(changes: Sequence[Change], old: str, new: str) -> str:
 </header>
 <main>{sections}</main>"""
     return page("What changed · conformance", body)
+
+
+def _listed(changes: Sequence[Change]) -> str:
+    items = "".join(
+        f"<li><code>{escape(change.case or change.op)}</code> "
+        f"<small>{escape(change.provider)} · {escape(change.device)}</small><p>{escape(change.told)}</p></li>"
+        for change in changes
+    )
+    return f'<ul class="changes">{items}</ul>'

@@ -83,11 +83,11 @@ def index(reports: Sequence[Report]) -> str:
 and compared with a budget that plain PyTorch sets.</p>
 </header>
 <main>
-<table class="matrix">
+<div class="scroll"><table class="matrix" style="--columns: {len(columns)}">
 <thead><tr><th></th>{head}</tr></thead>
 <tbody>
 {rows}</tbody>
-</table>
+</table></div>
 <p><small><b class="pass">✓</b> every case passed or was refused with a reason · <b class="partial">✓</b> dashed:
 passed, but not all cases of the level were run · <b class="fail">✗</b> at least one failed ·
 <b class="nothing">–</b> nothing ran · a dot: no report.
@@ -105,7 +105,7 @@ def _name(column: tuple[str, str], columns: Sequence[tuple[str, str]]) -> str:
 
 def _head(column: tuple[str, str], mine: Sequence[Report], columns: Sequence[tuple[str, str]]) -> str:
     levels = " and ".join(sorted({report["level"] for report in mine}))
-    name = escape(_name(column, columns))
+    name = words.breakable(_name(column, columns))
     return f'<th scope="col">{name}<small>{words.tally(mine)}</small><small>level {escape(levels)}</small></th>'
 
 
@@ -114,8 +114,8 @@ def _cell(report: Report | None, column: tuple[str, str], columns: Sequence[tupl
         return '<td class="absent">·</td>'
     state = words.state(report)
     return (
-        f'<td class="{state}"><a href="{report["op"]}.html#{_anchor(report)}"><i>{escape(_name(column, columns))}</i>'
-        f"<b>{words.MARKS[state]} {words.headline(report)}</b><small>{escape(words.detail(report))}</small></a></td>"
+        f'<td class="{state}"><a href="{report["op"]}.html#{_anchor(report)}"><i>{words.breakable(_name(column, columns))}</i>'
+        f"<b>{words.MARKS[state]} {words.headline(report)}</b><small>{words.breakable(words.detail(report))}</small></a></td>"
     )
 
 

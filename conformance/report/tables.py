@@ -122,8 +122,8 @@ def measured(reports: Sequence[Report]) -> str:
         times = report["summary"]["times"]
         against = [_against(mine[at], other) if other is not mine[at] else "" for other in mine]
         cells = [str(times["cases"]), words.milliseconds(median(mine[at].values())), words.times(times["speedup"])]
-        rows.append([escape(names[at]), *cells, *(against if len(timed) > 1 else [])])
-    others = [f"× {escape(name)}" for name in names] if len(timed) > 1 else []
+        rows.append([words.breakable(names[at]), *cells, *(against if len(timed) > 1 else [])])
+    others = [f"× {words.breakable(name)}" for name in names] if len(timed) > 1 else []
     head = ["provider", "cases", "median call", "× reference", *others]
     return charts.speed(timed) + table(head, rows, numbers=range(1, len(head)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from html import escape
 from math import isfinite
 from typing import Any
 
@@ -24,16 +25,27 @@ REASONS = {
     "wrong_shape": "an output of another shape",
     "wrong_dtype": "an output of another dtype",
     "wrong_device": "an output on another device",
+    "wrong_strides": "an output that is not contiguous, where the reference's is",
     "aliases_input": "an output shares memory with an argument",
     "wrote_inputs": "an argument was changed that must not be",
     "wrote_outside": "memory beside an in-place argument was changed",
+    "read_outside": "the result depends on memory beside the tensors",
+    "unwritten": "an element of an output was never written",
+    "reached": "the result depends on what must not matter",
+    "changes": "the same call gives other bits another time",
+    "order": "the result depends on an order that must not matter",
+    "synchronises": "the call waits for the device",
     "raised": "the call raised",
     "not_refused": "a wrong call was not refused",
     "unavailable": "native code that does not load or build",
+    "timeout": "the case did not end within its time limit",
     "crashed": "the process died",
+    "poisoned_device": "the device was lost to the process",
     "broken_case": "the case itself broke",
     "refused": "the provider declares that such a call is not for it",
     "not_offered": "the provider has nothing for this op here",
+    "no_memory": "this machine has too little memory free",
+    "not_installed": "what the case needs is not installed",
 }
 PASS, FAIL, NOTHING, PARTIAL = "pass", "fail", "nothing", "partial"
 MARKS = {PASS: "✓", FAIL: "✗", NOTHING: "–", PARTIAL: "✓"}
@@ -115,6 +127,11 @@ def milliseconds(value: float) -> str:
 def sizes(case: dict[str, Any]) -> str:
     """The sizes of a case: "T=5, k=2, N=33"."""
     return ", ".join(f"{name}={value}" for name, value in case["sizes"].items()) or "as the op's example"
+
+
+def breakable(text: str) -> str:
+    """Text as HTML that may break after an underscore, so that a narrow column breaks names at their words."""
+    return escape(text).replace("_", "_<wbr>")
 
 
 def column(report: dict[str, Any]) -> tuple[str, str]:
