@@ -25,11 +25,12 @@ template <class T> bool aligned(int bytes, const Rows<T>& x) {
   return aligned(bytes, sizeof(T), x.data, x.token_stride, x.head_stride);
 }
 
-// The sum over the lanes of a row; every lane of the warp takes part, and gets its own row's.
-__device__ __forceinline__ float row_sum(float x, int lanes) {
+// The sum over the lanes of a row; every lane of the warp takes part, and gets its own row's. kLanes: how many they are
+// where that is known, as for K of 128, else 0.
+template <int kLanes> __device__ __forceinline__ float row_sum(float x, int lanes) {
 #pragma unroll
-  for (int offset = 1; offset < kWarp; offset *= 2)
-    if (offset < lanes) x += __shfl_xor_sync(kAllLanes, x, offset);
+  for (int offset = 1; offset < (kLanes ? kLanes : kWarp); offset *= 2)
+    if (kLanes || offset < lanes) x += __shfl_xor_sync(kAllLanes, x, offset);
   return x;
 }
 

@@ -6,8 +6,8 @@
 // their way. There is no shared memory and nothing to wait for but memory. A row of K values is spread over K/16 lanes:
 // a warp has 4 rows of 128 in hand, and a product over K costs three shuffles for all four.
 //
-// Few rows in the batch: each warp takes 4 rows of the state and all of it is in flight at once. Many: up to 32, so that
-// gates and norms are paid for less often. Sizes that do not come in whole lines: one warp per row of the state.
+// Few rows in the batch: each warp takes 4 rows of the state, and all of it is in flight at once. Many: up to 32, so
+// that gates and norms are paid for less often. Sizes that do not come in whole lines: one warp per row of the state.
 #include "gdn.cuh"
 
 namespace {
@@ -62,12 +62,12 @@ struct Task {
 };
 
 // This lane's 16 values of a query or key, of length 1.
-template <class T, int N>
+template <int kLanes, class T, int N>
 __device__ __forceinline__ void unit_row(float* to, const T* x, int lane, const Decode& p) {
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kPerLane / N; ++i) {
-    const T* from = x + (i * p.lanes + lane) * N;
+    const T* from = x + (i * (kLanes ? kLanes : p.lanes) + lane) * N;
     Pack<T, N> pack;
     if (p.packs) {
       pack = *(const Pack<T, N>*)from;
@@ -81,17 +81,18 @@ __device__ __forceinline__ void unit_row(float* to, const T* x, int lane, const 
       squares = fmaf(to[i * N + j], to[i * N + j], squares);
     }
   }
-  const float factor = unit_factor(row_sum(squares, p.lanes), p.l2norm);
+  const float factor = unit_factor(row_sum<kLanes>(squares, p.lanes), p.l2norm);
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) to[i] *= factor;
 }
 
-template <class T, class S>
-__global__ void __launch_bounds__(kThreads, 5) decode_kernel(Decode p, Inputs<T> in, S* state, T* o) {
+template <class T, class S, int kLanes>
+__global__ void __launch_bounds__(kThreads, 4) decode_kernel(Decode p, Inputs<T> in, S* state, T* o) {
   constexpr int N = 16 / sizeof(S), packs = kPerLane / N;  // 16 bytes of the state at a time
   const Task task(p, p.group);
   if (task.is_padding(p, o)) return;
-  const int lane = threadIdx.x % p.lanes, mine = threadIdx.x % kWarp / p.lanes, step = kWarp / p.lanes;
+  const int lanes = kLanes ? kLanes : p.lanes;
+  const int lane = threadIdx.x % lanes, mine = threadIdx.x % kWarp / lanes, step = kWarp / lanes;
   const int64_t shared = task.head / (p.HV / p.H);
   S* s = state + task.slot * p.state_stride + task.head * p.V * p.K + lane * N;
   const T* v = in.v.at(task.row, task.head);
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(Decode p, Inputs<T>
   const auto fetch = [&](int64_t row) {
     if (row >= task.last) return;
 #pragma unroll
-    for (int i = 0; i < packs; ++i) next[i] = __ldcg((const int4*)(s + row * p.K + i * p.lanes * N));
+    for (int i = 0; i < packs; ++i) next[i] = __ldcg((const int4*)(s + row * p.K + i * lanes * N));
     value = to_f32(v[row]);
   };
 #pragma unroll
@@ -110,8 +111,8 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(Decode p, Inputs<T>
   fetch(task.first + mine);
 
   float q[kPerLane], k[kPerLane];
-  unit_row<T, N>(k, in.k.at(task.row, shared), lane, p);
-  unit_row<T, N>(q, in.q.at(task.row, shared), lane, p);
+  unit_row<kLanes, T, N>(k, in.k.at(task.row, shared), lane, p);
+  unit_row<kLanes, T, N>(q, in.q.at(task.row, shared), lane, p);
   const Gates gate = gates(p, in.a, in.b, task.row, task.head);
 
   for (int64_t first = task.first; first < task.last; first += step) {  // the same count in every lane
@@ -125,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(Decode p, Inputs<T>
     fetch(row + step);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) product = fmaf(x[i], k[i], product);
-    const float u = gate.beta * (wanted - row_sum(product, p.lanes));
+    const float u = gate.beta * (wanted - row_sum<kLanes>(product, p.lanes));
 
     product = 0;
 #pragma unroll
@@ -139,10 +140,10 @@ __global__ void __launch_bounds__(kThreads, 5) decode_kernel(Decode p, Inputs<T>
         Pack<S, N> pack;
 #pragma unroll
         for (int j = 0; j < N; ++j) pack.at[j] = from_f32<S>(x[i * N + j]);
-        __stcg((int4*)(s + row * p.K + i * p.lanes * N), (const int4&)pack);
+        __stcg((int4*)(s + row * p.K + i * lanes * N), (const int4&)pack);
       }
     }
-    product = row_sum(product, p.lanes);
+    product = row_sum<kLanes>(product, p.lanes);
     if (lane == 0 && row < task.last) out[row] = from_f32<T>(p.scale * product);
   }
 }
@@ -210,7 +211,8 @@ extern "C" int OPSHIM(gdn_decode)(
     const Decode p = {B, H, HV, K, V, A_log, dt_bias, a_stride, b_stride, state_stride, state_indices, indices_stride,
                       null_index, float(scale), l2norm != 0, lanes, group, packs};
     const int64_t warps = B * HV * ceil_div<int64_t>(V, group);
-    return launch(whole ? decode_kernel<T, S> : any_decode_kernel<T, S>, dim3(ceil_div<int64_t>(warps, kWarps)),
+    const auto kernel = !whole ? any_decode_kernel<T, S> : lanes == 8 ? decode_kernel<T, S, 8> : decode_kernel<T, S, 0>;
+    return launch(kernel, dim3(ceil_div<int64_t>(warps, kWarps)),
                   dim3(kThreads), 0, stream, p, in, (S*)state, (T*)o);
   });
 }

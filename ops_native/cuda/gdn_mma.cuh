@@ -1,5 +1,5 @@
-// The PTX of the gated delta rule in chunks: copies into shared memory and barriers that wait for them, clusters of blocks,
-// matrix fragments, mma.sync.
+// The PTX of the gated delta rule in chunks: copies into shared memory and barriers that wait for them, clusters of
+// blocks, matrix fragments, mma.sync.
 //
 // Fragments of m16n8k16, for lane l with r = l / 4 and c = 2 (l % 4), a register holding two neighbours:
 //   A [16,16]   a0 (r, c)  a1 (r + 8, c)  a2 (r, c + 8)  a3 (r + 8, c + 8)
@@ -18,7 +18,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 // `threads` threads of the block, from wherever their warps are.
 __device__ __forceinline__ void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
-// ---- barriers in shared memory: a phase is over when `count` have arrived and all bytes expected have come -----------
+// ---- barriers in shared memory: a phase is over when `count` have arrived and all bytes expected have come ----------
 
 using Barrier = uint64_t;
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
   } while (!over);
 }
 
-// ---- copies from global to shared memory -----------------------------------------------------------------------------
+// ---- copies from global to shared memory ----------------------------------------------------------------------------
 
 // 16 bytes; 16 zeros, and nothing read, where they are not real
 __device__ __forceinline__ void copy_async(void* to, const void* from, bool real = true) {
@@ -76,7 +76,9 @@ __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // Barriers just initialised are seen by the cluster's blocks after the next cluster_sync().
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // Arrives at the barrier at this address in that block of the cluster.
 __device__ __forceinline__ void arrive_at(Barrier& barrier, int rank) {
@@ -93,9 +95,8 @@ __device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
 // A multiple of 16 bytes, to the same address in every block of the cluster, counting at the same barrier of each.
 __device__ __forceinline__ void copy_to_all(void* to, const void* from, int bytes, Barrier& barrier, int blocks) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(&barrier)), "h"(uint16_t((1 << blocks) - 1))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
+      ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&barrier)), "h"(uint16_t((1 << blocks) - 1))
       : "memory");
 }
 #else
@@ -107,7 +108,7 @@ __device__ __forceinline__ void arrive_at(Barrier& barrier, int) { arrive(barrie
 
 #endif
 
-// ---- matrices --------------------------------------------------------------------------------------------------------
+// ---- matrices -------------------------------------------------------------------------------------------------------
 
 // Four matrices of 8 x 8: lane l names row l % 8 of matrix l / 8. Lane l gets elements (r, c), (r, c + 1) of each; of
 // its transpose with the second.

@@ -1,20 +1,18 @@
 // gdn_prefill: which of its two forms runs, and the launches.
 //
-//   steps    token by token in float32 (gdn_prefill_steps.cuh): any sizes and dtypes. Some 0.12 us per token, whatever the
-//            number of sequences and heads up to 128 blocks, a row of the state for every 1/32 block.
-//   chunks   64 tokens at a time on tensor cores (gdn_prefill_chunks.cuh): half types, K of 64 or 128, V in slices of 32,
-//            sequences of 64 tokens and more on average, and a GPU with room for two chunks in shared memory. Reads q, k, v
-//            and writes o once: 18.7 us for 2048 tokens of 16/32 heads of 128 at 4 TB/s; bound by the chain of chunks.
+//   steps    token by token in float32 (gdn_prefill_steps.cuh): any sizes and dtypes. Some 0.12 us per token, as long
+//            as all blocks, of 32 rows of a state each, fit the GPU at once.
+//   chunks   64 tokens at a time on tensor cores (gdn_prefill_chunks.cuh): half types, K of 64 or 128, V in slices of
+//            32, sequences of 64 tokens and more on average, and a GPU with room for two chunks in shared memory. Some
+//            0.02 us per token; the floor, q, k, v and o once, is 0.009 us for 16/32 heads of 128 at 4 TB/s.
 //
-// The chunks of all sequences are numbered; scratch holds so many of them at a time that they stay in the L2 cache, and the
-// two phases take turns. The state of a sequence that spans two turns is carried in float32.
+// The chunks of all sequences are numbered; scratch holds so many of them at a time that they stay in the L2 cache, and
+// the two phases take turns. The state of a sequence that spans two turns is carried in float32.
 #include "gdn_prefill_local.cuh"
 #include "gdn_prefill_scan.cuh"
 #include "gdn_prefill_steps.cuh"
 
 namespace {
-
-constexpr int64_t kHeld = 64;  // chunks that scratch holds, or half as many more
 
 struct Plan {
   int64_t parts = 0, held = 0;  // none: token by token
@@ -29,13 +27,16 @@ struct Plan {
     if (stages < 2) return;
     if (stages > kStages) stages = kStages;
     if (capability() == 90 && V % (kCluster * kSlice) == 0) cluster = kCluster;
+    const int64_t bytes = HV * sizeof(HeadChunk) + H * 2 * kChunk * K * sizeof(f16);  // of one chunk
+    const int64_t most = attribute(cudaDevAttrL2CacheSize) / 5 * 4 / bytes, wanted = most > 16 ? most : 16;
     const int64_t chunks = T / kChunk + N;
-    parts = (chunks + kHeld / 2) / kHeld ? (chunks + kHeld / 2) / kHeld : 1;
+    parts = (chunks + wanted / 2) / wanted;  // some more than wanted is better than one part of little
+    if (parts == 0) parts = 1;
     held = ceil_div(chunks, parts);
     redo = ceil_div<int64_t>(N * HV * (V / kSlice) * sizeof(int32_t), 256) * 256;
     carry = redo + HV * V * K * sizeof(float);
     heads = carry + held * HV * sizeof(HeadChunk);
-    size = heads + held * H * 2 * kChunk * K * sizeof(f16);
+    size = carry + held * bytes;
   }
 };
 
@@ -51,8 +52,8 @@ int launch_clusters(int blocks, void (*kernel)(Parameters...), dim3 grid, dim3 b
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared, config.stream = cudaStream_t(stream);
-  config.attrs = &cluster, config.numAttrs = 1;
+  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
+  config.stream = cudaStream_t(stream), config.attrs = &cluster, config.numAttrs = 1;
   return status_of(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
@@ -67,8 +68,8 @@ int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void*
   for (int64_t first = 0; first < chunks; first += plan.held) {
     const Part part = {first, first + plan.held < chunks ? first + plan.held : chunks};
     const int64_t count = part.end - part.first;
-    int status = launch(local_kernel<T, K>, dim3(count * p.H), dim3(kLocalThreads), sizeof(LocalShared), stream, p, in.q,
-                        in.k, scratch, part, packs);
+    int status = launch(local_kernel<T, K>, dim3(count * p.H), dim3(kLocalThreads), sizeof(LocalShared), stream, p,
+                        in.q, in.k, scratch, part, packs);
     if (status != kOk) return status;
     const bool by_chunk = count < p.N;
     status = launch_clusters(plan.cluster, scan_kernel<T, K>, dim3((by_chunk ? count : p.N) * p.HV * (p.V / kSlice)),

@@ -29,7 +29,7 @@ struct Sequence {
   int64_t state;
 
   __device__ __forceinline__ Sequence(const Prefill& p, int64_t index, int64_t value_head)
-      : n(index), head(value_head), shared(value_head / (p.HV / p.H)), first(p.bounds[index]), end(p.bounds[index + 1]) {
+      : n(index), head(value_head), shared(head / (p.HV / p.H)), first(p.bounds[n]), end(p.bounds[n + 1]) {
     const int64_t slot = p.slots[n * p.slots_stride];
     kept = slot >= 0;
     continued = kept && p.continued[n];
@@ -40,7 +40,8 @@ struct Sequence {
 // Tokens before the first and after the last sequence have output zero: the blocks of those sequences see to it, each
 // for its columns [column, column + columns) of o [T,HV,V].
 template <class T>
-__device__ __forceinline__ void clear_uncovered(const Prefill& p, const Sequence& s, T* o, int64_t column, int columns) {
+__device__ __forceinline__ void clear_uncovered(const Prefill& p, const Sequence& s, T* o, int64_t column,
+                                                int columns) {
   const auto clear = [&](int64_t from, int64_t to) {
     for (int64_t i = threadIdx.x; i < (to - from) * columns; i += blockDim.x)
       if (column + i % columns < p.V) o[((from + i / columns) * p.HV + s.head) * p.V + column + i % columns] = T(0.0f);

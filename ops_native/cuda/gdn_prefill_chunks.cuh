@@ -2,12 +2,13 @@
 //
 // Within a chunk that starts from state S (ops_reference/gated_delta_net_chunked.py derives it; k and q of length 1):
 //
-//     (I + A) T = I        A_ij = beta_i (k_i . k_j) D_ij  for j < i;  D_ij the decay from token j to i, d_i from the start
+//     D_ij, d_i = the decays from token j to token i, and from the chunk's start to token i
+//     (I + A) T = I        A_ij = beta_i (k_i . k_j) D_ij  for j < i
 //     u_i = sum_j T_ij beta_j (v_j - d_j S k_j)
 //     o_i = scale (d_i S q_i + sum_{j <= i} D_ij (q_i . k_j) u_j)
 //     S  <- d_64 S + sum_j D_64,j u_j k_j^T
 //
-// Phase 1 (gdn_prefill_local.cuh) makes T, the factors of u_j in o_i, and all factors per token, for every chunk at once;
+// Phase 1 (gdn_prefill_local.cuh) makes T, the factors of u_j in o_i, and all factors per token, of all chunks at once;
 // phase 2 (gdn_prefill_scan.cuh) walks over the chunks: five products each.
 //
 // Precision. Products take halves and sum in float32, and must be as good as float32 arithmetic. So every operand is
@@ -16,11 +17,11 @@
 // two halves: 22 bits. Of the product of two such sums the low parts' product is dropped. Decays are products of
 // e^min(g, 0), never quotients.
 //
-// What does not fit into halves (NaN, infinities; chunks where what counts at the end is less than 2^-16 of what was
-// there on the way) is found out by both phases. Such a slice of a state is left as it was, and taken through the whole
-// sequence token by token afterwards.
+// What does not fit into halves (NaN, infinities; chunks where what counts at the end is less than some 2^-16 of what
+// was there on the way) is found out by both phases. Such a slice of a state is left as it was, and taken through the
+// whole sequence token by token afterwards.
 //
-// A matrix of halves is kept as matrices of 8 x 8, 128 bytes each: the unit that ldmatrix takes, without bank conflicts.
+// A matrix of halves is kept as matrices of 8 x 8, 128 bytes each: the unit of ldmatrix, without bank conflicts.
 #pragma once
 #include "gdn_mma.cuh"
 #include "gdn_prefill.cuh"
@@ -28,8 +29,11 @@
 namespace {
 
 constexpr int kChunk = 64;
-constexpr int kTriangle = 10 * 2 * 256;  // halves: the lower triangle of 64 x 64 in tiles of 16 x 16, each high, then low
-constexpr int kTopInputs = 7, kTopState = 13;  // exponents that rows are scaled to
+// Halves: the lower triangle of 64 x 64 in tiles of 16 x 16, of each the high parts, then the low ones.
+constexpr int kTriangle = 10 * 2 * 256;
+// Exponents that rows are scaled to: the largest magnitude of k and q, the magnitudes' sum of the triangles, the
+// largest of the state and of what remains of v.
+constexpr int kTopInputs = 7, kTopRows = 7, kTopState = 13;
 
 __device__ __forceinline__ int tile_offset(int i, int j) { return (i * (i + 1) / 2 + j) * 2 * 256; }
 

@@ -1,8 +1,9 @@
 // gdn_prefill in chunks, phase 1: all that does not depend on the state, a block per chunk and query/key head.
 //
-// q and k are read once, scaled and handed on as halves; k k^T and q k^T come from tensor cores and stay in registers, of
-// four warps each, for the value heads that share them. Each of these takes its decays, and inverts its I + A in float32:
-// the four diagonal tiles of 16 x 16 by substitution, then twice the corner of a triangle of two halves, -T_22 A_21 T_11.
+// q and k are read once, scaled and handed on as halves; k k^T and q k^T come from tensor cores and stay in registers,
+// of four warps each, for the value heads that share them. Each of these takes its decays, and inverts its I + A in
+// float32: the four diagonal tiles of 16 x 16 by substitution, then twice the corner of a triangle of two, which is
+// -T_22 A_21 T_11. Bound by what it hands on: 75 KB per block, for two value heads and K of 128.
 #pragma once
 #include "gdn_prefill_chunks.cuh"
 
@@ -46,7 +47,7 @@ template <class T, int K> struct Eight {
     }
   }
 
-  // Stores the rows as halves in their own scale, twice; unit: the factor that is left. False: beyond the range of halves.
+  // Stores the rows as halves in their own scale, twice; unit: the factor that is left. False: beyond halves' range.
   __device__ __forceinline__ bool store(f16* to, f16* also_to, int eight, float* unit, bool l2norm, float factor) {
     const int lane = threadIdx.x % kWarp;
     float top = 0, squares = 0;
@@ -135,9 +136,9 @@ template <int kSize> __device__ __forceinline__ void invert_corners(LocalShared&
   __syncthreads();
 }
 
-// A warp's 16 rows of a lower triangle, tile row i, as fragments C, to global memory: each row in two parts, scaled so that
-// its magnitudes' sum is below 2^8. False: beyond the range of halves. up0, up1: what this lane's rows are to be multiplied
-// by. tile(j, x) makes x the fragments of tile j; it is asked twice, which is cheaper than to keep them.
+// A warp's 16 rows of a lower triangle, tile row i, as fragments C, to global memory: each row in two parts, scaled so
+// that its magnitudes' sum is below 2^8. False: beyond the range of halves. up0, up1: what this lane's rows are to be
+// multiplied by. tile(j, x) makes x the fragments of tile j; it is asked twice, which is cheaper than to keep them.
 template <class F> __device__ __forceinline__ bool store_rows(f16* to, int i, float& up0, float& up1, F tile) {
   const int lane = threadIdx.x % kWarp;
   float x[2][4], sum0 = 0, sum1 = 0;
@@ -154,7 +155,7 @@ template <class F> __device__ __forceinline__ bool store_rows(f16* to, int i, fl
     sum0 += __shfl_xor_sync(kAllLanes, sum0, offset);
     sum1 += __shfl_xor_sync(kAllLanes, sum1, offset);
   }
-  const Power power0 = power_for<kTopInputs>(sum0), power1 = power_for<kTopInputs>(sum1);
+  const Power power0 = power_for<kTopRows>(sum0), power1 = power_for<kTopRows>(sum1);
   up0 = sum0 == 0.0f ? 0.0f : power0.up, up1 = sum1 == 0.0f ? 0.0f : power1.up;
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
@@ -185,14 +186,14 @@ __global__ void __launch_bounds__(kLocalThreads, 3) local_kernel(
   const int64_t chunk = part.first + place;
   const int64_t n = sequence_of(p, chunk);
   if (n < 0) return;
-  const int64_t first = p.bounds[n] + (chunk - first_chunk(p, n)) * kChunk, left = p.bounds[n + 1] - first;
+  const int first = p.bounds[n] + int(chunk - first_chunk(p, n)) * kChunk, left = p.bounds[n + 1] - first;
   if (left <= 0) return;
-  const int count = left < kChunk ? int(left) : kChunk;  // of tokens
+  const int count = left < kChunk ? left : kChunk;  // of tokens
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
   // Of every token, by the first 64 threads. False: beyond the range of halves.
   const auto load_gates = [&](int head) {
-    const int64_t token = first + threadIdx.x;
+    const int64_t token = first + int(threadIdx.x);
     const bool real = threadIdx.x < count;
     const float decay = decay_of(real ? p.g[token * p.g_stride + head] : 0.0f);
     const float beta = real ? p.beta[token * p.beta_stride + head] : 0.0f;
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kLocalThreads, 3) local_kernel(
   {
     Eight<T, K> key, query;
     const bool real = warp * 8 + lane % 8 < count;
-    const int64_t token = first + (real ? warp * 8 + lane % 8 : 0);
+    const int token = first + (real ? warp * 8 + lane % 8 : 0);
     key.load(k, token, shared, real, packs);
     query.load(q, token, shared, real, packs);
     if (threadIdx.x < kChunk) fits = load_gates(shared * group);
@@ -222,7 +223,8 @@ __global__ void __launch_bounds__(kLocalThreads, 3) local_kernel(
 #pragma unroll
   for (int step = 0; step < K / 16; ++step) {
     uint32_t a[4];
-    load_matrices(a, (asks ? queries : keys) + ((2 * i + lane % 16 / 8) * (K / 8) + 2 * step + lane / 16) * 64 + lane % 8 * 8);
+    const int row = 2 * i + lane % 16 / 8, column = 2 * step + lane / 16;  // the matrix that this lane names
+    load_matrices(a, (asks ? queries : keys) + (row * (K / 8) + column) * 64 + lane % 8 * 8);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       if (j > i) continue;
@@ -304,8 +306,10 @@ __global__ void __launch_bounds__(kLocalThreads, 3) local_kernel(
         for (int n = 0; n < 2; ++n) {
           const int column = j * 16 + n * 8 + c;
           const float2 beta = *(const float2*)&s.beta[column];
-          const float2 above = *(const float2*)&s.inverse[row0][column], below = *(const float2*)&s.inverse[row1][column];
-          x[n][0] = above.x * beta.x, x[n][1] = above.y * beta.y, x[n][2] = below.x * beta.x, x[n][3] = below.y * beta.y;
+          const float2 above = *(const float2*)&s.inverse[row0][column];
+          const float2 below = *(const float2*)&s.inverse[row1][column];
+          x[n][0] = above.x * beta.x, x[n][1] = above.y * beta.y;
+          x[n][2] = below.x * beta.x, x[n][3] = below.y * beta.y;
         }
       });
       if (c == 0) s.up[row0] = up0, s.up[row1] = up1;

@@ -2,285 +2,27 @@
 //
 // A block takes 32 rows of one head's state through a sequence, with three kinds of warps:
 //
-//   4 updating  hold the state in registers, as float32 fragments C of 16 rows by half of K. What is a result of one
-//               product is, split into two halves, operand A of the next: so the chain S -> S k -> v - S k -> u -> S stays
-//               in registers, but for what the two warps of the same rows tell each other: their parts of S k, and the
+//   4 updating  hold the state in registers, as float32 fragments C of 16 rows by half of K. The result of one product,
+//               split into two halves, is operand A of the next: so the chain S -> S k -> v - S k -> u -> S stays in
+//               registers, but for what the two warps of the same rows tell each other: their parts of S k, and the
 //               corrections u (each solves for half of the tokens).
 //   4 reading   take S q and the corrections' part of the outputs.
 //   1 fetching  keeps up to three chunks in shared memory. Two blocks of the same head form a cluster, where there are
-//               clusters, and fetch half of what they share each, for both: the L2 cache's bandwidth is the next limit.
+//               clusters; each fetches half of what they share, for both: the L2 cache's bandwidth is the next limit.
 //
 //   step   updating                        reading
 //    1     publish S in two halves, S k    (outputs of the chunk before)
 //    2     v - S k, solve, publish u       S q
 //    3     S <- d S + sum u k              outputs
 //
-// with all but the fetching warp meeting between 1 and 2 and between 2 and 3.
+// with all but the fetching warp meeting between 1 and 2 and between 2 and 3. What takes time is the updating warps'
+// chain, some 2000 cycles per chunk.
 #pragma once
-#include "gdn_prefill_chunks.cuh"
+#include "gdn_prefill_warps.cuh"
 
 namespace {
 
-constexpr int kUpdating = 128, kReading = 128, kMeeting = kUpdating + kReading, kScanThreads = kMeeting + kWarp;
-constexpr int kStages = 3;   // chunks in shared memory at most; at least two
 constexpr int kCluster = 2;  // blocks
-constexpr int kTopRows = 7;  // sums of rows of `solve` and `mix` are below 2^(7 + 1)
-
-template <class T, int K> struct alignas(16) Stage {
-  f16 keys[kChunk * K], queries[kChunk * K];
-  HeadChunk head;
-  T values[kChunk * kSlice];  // see value_offset
-};
-template <int K> struct alignas(16) Exchange {
-  Fragment state[2][K / 16][kWarp];      // [rows][step of K]
-  Fragment corrections[2][4][kWarp];     // [rows][step of tokens]: u
-  Fragment writes[2][4][kWarp];          // u times `write`
-  float4 products[4][8][kWarp];          // of each updating warp: its part of S k, fragments C
-  float state_up[2][2][16], up[2][16];   // what products with `state` and `corrections` are to be multiplied by
-  Barrier full[kStages], empty[kStages];
-};
-
-// Of eight values of a token: their order differs between tokens, so that eight tokens are on different banks.
-__device__ __forceinline__ int value_offset(int token, int eight) {
-  return token * kSlice + (eight ^ (token / 2 % 4)) * 8;
-}
-
-template <class T> __device__ __forceinline__ float2 unpack(uint32_t two) {
-  const Pack<T, 2>& pair = (const Pack<T, 2>&)two;
-  return {to_f32(pair.at[0]), to_f32(pair.at[1])};
-}
-
-// A lane's parts of a fragment lie 512 bytes apart, so that it takes two accesses without bank conflicts.
-__device__ __forceinline__ void store(Fragment (&to)[kWarp], int lane, const Fragment& f) {
-  ((uint4*)to)[lane] = *(const uint4*)f.high, ((uint4*)to)[kWarp + lane] = *(const uint4*)f.low;
-}
-__device__ __forceinline__ Fragment load(const Fragment (&from)[kWarp], int lane) {
-  Fragment f;
-  *(uint4*)f.high = ((const uint4*)from)[lane], *(uint4*)f.low = ((const uint4*)from)[kWarp + lane];
-  return f;
-}
-
-// 16 rows of `a` times the rows of a lower triangle, tile row i of it: the product of two parts each, less that of the
-// low ones. Sums are taken apart, for three chains in place of one.
-__device__ __forceinline__ void triangle_rows(float (&sum)[2][4], const Fragment (&a)[4], const f16* triangle, int i) {
-  float main[2][4] = {}, left[2][4] = {}, right[2][4] = {};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j && j > i) continue;
-    uint32_t high[4], low[4];
-    const f16* tile = triangle + tile_offset(i, j) + threadIdx.x % kWarp * 8;
-    load_matrices(high, tile);
-    load_matrices(low, tile + 256);
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      mma(left[n], a[j].low, high[2 * n], high[2 * n + 1]);
-      mma(right[n], a[j].high, low[2 * n], low[2 * n + 1]);
-      mma(main[n], a[j].high, high[2 * n], high[2 * n + 1]);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int m = 0; m < 4; ++m) sum[n][m] = main[n][m] + (left[n][m] + right[n][m]);
-}
-
-// The tile rows of tokens that the first and second warp of a pair take: 0 and 3, 1 and 2, the same work.
-__device__ __forceinline__ int tile_row(int half, int which) { return which ? 3 - half : half; }
-
-template <class T, int K> struct Updating {
-  static constexpr int kColumns = K / 16, kSteps = K / 32;  // of eight columns each; of sixteen
-  int warp, lane, rows, half, c;
-  float s[kColumns][4];
-  float least0 = 0, least1 = 0;  // below these, digits of the rows' largest elements may be missing
-  bool irregular = false;
-
-  __device__ __forceinline__ Updating()
-      : warp(threadIdx.x / kWarp), lane(threadIdx.x % kWarp), rows(warp / 2), half(warp % 2), c(2 * (lane % 4)) {}
-
-  // f(value, row of the slice, column)
-  template <class F> __device__ __forceinline__ void each(F f) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(s[n][i], rows * 16 + lane / 4 + i / 2 * 8, half * (K / 2) + n * 8 + c + i % 2);
-  }
-
-  __device__ __forceinline__ void tops(float& top0, float& top1) {
-    row_tops(s, top0, top1);
-    irregular |= top0 < least0 || top1 < least1;
-  }
-
-  // product: of this half of K
-  __device__ __forceinline__ void publish(const Stage<T, K>& now, Exchange<K>& x, float (&product)[8][4]) {
-    float top0, top1;
-    tops(top0, top1);
-    const Power power0 = power_for<kTopState>(top0), power1 = power_for<kTopState>(top1);
-    if (c == 0) x.state_up[rows][half][lane / 4] = power0.up, x.state_up[rows][half][lane / 4 + 8] = power1.up;
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) product[n][i] = 0;
-#pragma unroll
-    for (int step = 0; step < kSteps; step += 2) {
-      uint32_t b[8][4];
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-        load_matrices(b[n], now.keys + (n * (K / 8) + half * kColumns + 2 * step) * 64 + lane * 8);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const Fragment a = split(s[2 * (step + i)], s[2 * (step + i) + 1], power0.down, power1.down);
-        store(x.state[rows][half * kSteps + step + i], lane, a);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) mma(product[n], a.low, b[n][2 * i], b[n][2 * i + 1]);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) mma(product[n], a.high, b[n][2 * i], b[n][2 * i + 1]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      product[n][0] *= power0.up, product[n][1] *= power0.up, product[n][2] *= power1.up, product[n][3] *= power1.up;
-      x.products[warp][n][lane] = *(const float4*)product[n];
-    }
-  }
-
-  // up0, up1: what products with `writes` are to be multiplied by
-  __device__ __forceinline__ void correct(const Stage<T, K>& now, Exchange<K>& x, float (&product)[8][4], float& up0,
-                                          float& up1) {
-    uint32_t v[4][4];  // of sixteen tokens: this lane's two rows for the first eight, two tokens each, and for the others
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      load_transposed(v[j], now.values + value_offset(j * 16 + lane / 16 * 8 + lane % 8, rows * 2 + lane % 16 / 8));
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float4 other = x.products[warp ^ 1][n][lane];
-      const float2 read = *(const float2*)&now.head.scalars.read[n * 8 + c];
-      const float2 above = unpack<T>(v[n / 2][n % 2 * 2]), below = unpack<T>(v[n / 2][n % 2 * 2 + 1]);
-      float(&y)[4] = product[n];
-      y[0] = fmaf(-read.x, y[0] + other.x, above.x), y[1] = fmaf(-read.y, y[1] + other.y, above.y);
-      y[2] = fmaf(-read.x, y[2] + other.z, below.x), y[3] = fmaf(-read.y, y[3] + other.w, below.y);
-    }
-    float top0, top1;
-    row_tops(product, top0, top1);
-    irregular |= !scales(top0) || !scales(top1) || now.head.scalars.irregular;
-    const Power power0 = power_for<kTopState>(top0), power1 = power_for<kTopState>(top1);
-    Fragment a[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = split(product[2 * j], product[2 * j + 1], power0.down, power1.down);
-
-    // Rows' sums bound what comes: halves have room for it times 2^-7.
-    constexpr float down = 1.0f / (1 << kTopRows), up = 1 << kTopRows;
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      const int i = tile_row(half, which);
-      float u[2][4];
-      triangle_rows(u, a, now.head.solve, i);
-      store(x.corrections[rows][i], lane, split(u[0], u[1], down, down));
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float2 write = *(const float2*)&now.head.scalars.write[(2 * i + n) * 8 + c];
-        u[n][0] *= write.x, u[n][1] *= write.y, u[n][2] *= write.x, u[n][3] *= write.y;
-      }
-      store(x.writes[rows][i], lane, split(u[0], u[1], down, down));
-    }
-    if (half == 0 && c == 0) x.up[rows][lane / 4] = up * power0.up, x.up[rows][lane / 4 + 8] = up * power1.up;
-    up0 = up * power0.up * now.head.scalars.write_up, up1 = up * power1.up * now.head.scalars.write_up;
-    least0 = top0 > 0.0f ? 8.0f * up0 : 0.0f, least1 = top1 > 0.0f ? 8.0f * up1 : 0.0f;
-  }
-
-  __device__ __forceinline__ void update(const Stage<T, K>& now, const Exchange<K>& x, float up0, float up1) {
-    float sum[kColumns][4] = {};
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const Fragment a = load(x.writes[rows][step], lane);
-      uint32_t b[kColumns / 2][4];
-#pragma unroll
-      for (int n = 0; n < kColumns / 2; ++n) {
-        const int row = 2 * step + lane % 16 / 8, column = half * kColumns + 2 * n + lane / 16;  // the matrix named
-        load_transposed(b[n], now.keys + (row * (K / 8) + column) * 64 + lane % 8 * 8);
-      }
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) mma(sum[n], a.low, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) mma(sum[n], a.high, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-    }
-    const float decay = now.head.scalars.decay;
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = fmaf(sum[n][i], i < 2 ? up0 : up1, decay * s[n][i]);
-  }
-};
-
-template <class T, int K> struct Reading {
-  static constexpr int kColumns = K / 16, kSteps = K / 32;  // of half a row, as above
-  int lane, rows, half, c;
-
-  __device__ __forceinline__ Reading()
-      : lane(threadIdx.x % kWarp), rows((threadIdx.x - kUpdating) / (2 * kWarp)), half(threadIdx.x / kWarp % 2),
-        c(2 * (lane % 4)) {}
-
-  // product: S q, of the warp's two tile rows of tokens
-  __device__ __forceinline__ void ask(const Stage<T, K>& now, const Exchange<K>& x, float (&product)[4][4]) const {
-    float sum[2][4][4] = {};
-#pragma unroll
-    for (int step = 0; step < kSteps; step += 2) {
-#pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        uint32_t b[4][4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const int tokens = 2 * tile_row(half, n / 2) + n % 2;
-          load_matrices(b[n], now.queries + (tokens * (K / 8) + part * kColumns + 2 * step) * 64 + lane * 8);
-        }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const Fragment a = load(x.state[rows][part * kSteps + step + i], lane);
-#pragma unroll
-          for (int n = 0; n < 4; ++n) mma(sum[part][n], a.low, b[n][2 * i], b[n][2 * i + 1]);
-#pragma unroll
-          for (int n = 0; n < 4; ++n) mma(sum[part][n], a.high, b[n][2 * i], b[n][2 * i + 1]);
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8;
-        product[n][i] = sum[0][n][i] * x.state_up[rows][0][row] + sum[1][n][i] * x.state_up[rows][1][row];
-      }
-  }
-
-  // out: of the chunk's first token, this slice's first row
-  __device__ __forceinline__ void answer(const Stage<T, K>& now, const Exchange<K>& x, const float (&product)[4][4],
-                                         T* out, int token_stride, int count) const {
-    Fragment a[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = load(x.corrections[rows][j], lane);
-#pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      const int i = tile_row(half, which);
-      float sum[2][4];
-      triangle_rows(sum, a, now.head.mix, i);
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float(&y)[4] = product[2 * which + n];
-        const float2 asked = *(const float2*)&now.head.scalars.ask[(2 * i + n) * 8 + c];
-        const float2 own = *(const float2*)&now.head.scalars.own[(2 * i + n) * 8 + c];
-        const int token = (2 * i + n) * 8 + lane / 4;
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {  // eight rows
-          const float up = x.up[rows][lane / 4 + m * 8];
-          Pack<T, 2> pair;
-          pair.at[0] = from_f32<T>(fmaf(asked.x, y[2 * m], own.x * (up * sum[n][2 * m])));
-          pair.at[1] = from_f32<T>(fmaf(asked.y, y[2 * m + 1], own.y * (up * sum[n][2 * m + 1])));
-          const uint32_t turned = transpose((const uint32_t&)pair);
-          if (token < count) *(uint32_t*)(out + token * token_stride + rows * 16 + m * 8 + c) = turned;
-        }
-      }
-    }
-  }
-};
 
 // Where a chunk of this block's head lies.
 template <class T> struct Source {
@@ -335,8 +77,8 @@ __device__ __forceinline__ void fetch(Stage<T, K>& to, Barrier& full, const Sour
 // by_chunk: blocks per chunk of the part, which work where a sequence's part begins; else blocks per sequence.
 template <class T, int K>
 __global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(
-    Prefill p, Rows<const T> v, void* pool, bool pool_is_f32, T* o, Scratch scratch, Part part, bool by_chunk, int stages,
-    bool packs) {
+    Prefill p, Rows<const T> v, void* pool, bool pool_is_f32, T* o, Scratch scratch, Part part, bool by_chunk,
+    int stages, bool packs) {
   extern __shared__ __align__(16) unsigned char memory[];
   Exchange<K>& exchange = *(Exchange<K>*)memory;
   Stage<T, K>* const stage = (Stage<T, K>*)(memory + sizeof(Exchange<K>));
@@ -354,7 +96,9 @@ __global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(
   const int64_t first = max(first_of_all, part.first);
   const int count = int(min(first_of_all + chunks, part.end) - first);  // of chunks
   const int64_t first_token = sequence.first + (first - first_of_all) * kChunk;
-  const auto tokens_at = [&](int chunk) { return int(min(sequence.end - first_token - chunk * kChunk, int64_t(kChunk))); };
+  const auto tokens_at = [&](int chunk) {
+    return int(min(sequence.end - first_token - chunk * kChunk, int64_t(kChunk)));
+  };
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) init(exchange.full[i], 2 * kWarp), init(exchange.empty[i], cluster_size());

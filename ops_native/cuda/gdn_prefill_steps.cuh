@@ -1,7 +1,7 @@
 // gdn_prefill token by token: the recurrence as it stands, in float32.
 //
 // A block takes 32 rows of one head's state through a sequence. The rows live in registers, 16 values per lane, for the
-// whole sequence, so that a token costs no more than its q, k and v. These are prepared (to float32, normalised, by 8
+// whole sequence, so that a token costs no more than its q, k and v. These are prepared (to float32, normalised, by 4
 // warps of their own) a tile of tokens ahead, in shared memory. What is left is the chain from one token to the next: a
 // product over K, three shuffles of it for K = 128, and an update.
 #pragma once
@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int kPreparing = 8;  // warps
+constexpr int kPreparing = 4;  // warps
+constexpr int kPerSM = 2 * (kPreparing * kWarp + 8 * kSlice);  // threads: two blocks for K of 128, one for any other
 
 struct Tile {  // of tokens, in shared memory: keys and queries [tokens][width], values [tokens][rows], gates
   int tokens, width, rows;
@@ -21,51 +22,61 @@ struct Tile {  // of tokens, in shared memory: keys and queries [tokens][width],
 template <class T>
 __device__ __forceinline__ void prepare(
     const Prefill& p, const Tokens<T>& in, const Sequence& s, const Tile& tile, float* k, int64_t token, int count,
-    int64_t row) {
+    int row) {
   float *q = k + tile.tokens * tile.width, *v = q + tile.tokens * tile.width, *decay = v + tile.tokens * tile.rows;
   float* beta = decay + tile.tokens;
-  const int lane = threadIdx.x % kWarp;
-  for (int i = threadIdx.x / kWarp; i < count; i += kPreparing) {
+  const int lane = threadIdx.x % 16;  // half a warp per token
+  for (int first = 0; first < count; first += 2 * kPreparing) {
+    const int i = first + threadIdx.x / 16;
+    const bool real = i < count;
     const int64_t t = token + i;
-    const T *key = in.k.at(t, s.shared), *query = in.q.at(t, s.shared), *value = in.v.at(t, s.head) + row;
     float squares_k = 0, squares_q = 0;
+    if (real) {
+      const T *key = in.k.at(t, s.shared), *query = in.q.at(t, s.shared), *value = in.v.at(t, s.head) + row;
 #pragma unroll 4
-    for (int j = lane; j < tile.width; j += kWarp) {
-      const float x = j < p.K ? to_f32(key[j]) : 0.0f, y = j < p.K ? to_f32(query[j]) : 0.0f;
-      k[i * tile.width + j] = x, q[i * tile.width + j] = y;
-      squares_k = fmaf(x, x, squares_k), squares_q = fmaf(y, y, squares_q);
+      for (int j = lane; j < tile.width; j += 16) {
+        const float x = j < p.K ? to_f32(key[j]) : 0.0f, y = j < p.K ? to_f32(query[j]) : 0.0f;
+        k[i * tile.width + j] = x, q[i * tile.width + j] = y;
+        squares_k = fmaf(x, x, squares_k), squares_q = fmaf(y, y, squares_q);
+      }
+      for (int j = lane; j < tile.rows; j += 16) v[i * tile.rows + j] = row + j < p.V ? to_f32(value[j]) : 0.0f;
+      if (lane == 0) {
+        decay[i] = decay_of(p.g[t * p.g_stride + s.head]);
+        beta[i] = p.beta[t * p.beta_stride + s.head];
+      }
     }
-    for (int j = lane; j < tile.rows; j += kWarp) v[i * tile.rows + j] = row + j < p.V ? to_f32(value[j]) : 0.0f;
-    if (lane == 0) decay[i] = decay_of(p.g[t * p.g_stride + s.head]), beta[i] = p.beta[t * p.beta_stride + s.head];
-    const float unit_k = unit_factor(warp_sum(squares_k), p.l2norm);
-    const float unit_q = unit_factor(warp_sum(squares_q), p.l2norm);
-    for (int j = lane; j < tile.width; j += kWarp) k[i * tile.width + j] *= unit_k, q[i * tile.width + j] *= unit_q;
+    const float unit_k = unit_factor(row_sum<16>(squares_k, 16), p.l2norm);
+    const float unit_q = unit_factor(row_sum<16>(squares_q, 16), p.l2norm);
+    if (real)
+      for (int j = lane; j < tile.width; j += 16) k[i * tile.width + j] *= unit_k, q[i * tile.width + j] *= unit_q;
   }
 }
 
 // redo: of each block, whether it has anything to do; or null.
-template <class T, class S>
-__global__ void __launch_bounds__(768) steps_kernel(
-    Prefill p, Tokens<T> in, S* pool, T* o, const int32_t* redo, int lanes, bool packs) {
+template <class T, class S, int kLanes>
+__global__ void __launch_bounds__(kPerSM) steps_kernel(
+    Prefill p, Tokens<T> in, S* pool, T* o, const int32_t* redo, int any_lanes, bool packs) {
   extern __shared__ __align__(16) unsigned char memory[];
   if (redo && !redo[blockIdx.x]) return;
+  const int lanes = kLanes ? kLanes : any_lanes;
   const Tile tile(lanes);
-  const int64_t slices = ceil_div<int64_t>(p.V, tile.rows);
-  const int64_t first_row = blockIdx.x % slices * tile.rows, head = blockIdx.x / slices % p.HV;
-  const Sequence s(p, blockIdx.x / slices / p.HV, head);
+  const int slices = int(ceil_div<int64_t>(p.V, tile.rows)), heads = int(p.HV);
+  const int first_row = int(blockIdx.x) % slices * tile.rows, head = int(blockIdx.x) / slices % heads;
+  const Sequence s(p, int(blockIdx.x) / slices / heads, head);
   clear_uncovered(p, s, o, first_row, tile.rows);
 
   const int worker = int(threadIdx.x) - kPreparing * kWarp;  // negative in the warps that prepare
   const int lane = worker % lanes, mine = worker / lanes;
-  const int64_t row = first_row + mine;
+  const int row = first_row + mine;
   const bool works = worker >= 0 && row < p.V;
   float x[kPerLane] = {};
+  S* const held = pool + s.state + row * p.K + 4 * lane;
   const auto state = [&](auto each) {  // each(four values of x, where they lie, how many of them are there)
     if (!works || !s.kept) return;
 #pragma unroll
     for (int i = 0; i < kPerLane; i += 4) {
-      const int64_t column = i * lanes + 4 * lane, there = p.K - column;
-      each(x + i, pool + s.state + row * p.K + column, there < 4 ? int(there) : 4);
+      const int there = int(p.K) - i * lanes - 4 * lane;
+      each(x + i, held + i * lanes, there < 4 ? there : 4);
     }
   };
   if (s.continued)
@@ -106,7 +117,7 @@ __global__ void __launch_bounds__(768) steps_kernel(
           x[i] *= decay[t];
           product[i % 4] = fmaf(x[i], k[i], product[i % 4]);
         }
-        const float read = row_sum((product[0] + product[1]) + (product[2] + product[3]), lanes);
+        const float read = row_sum<kLanes>((product[0] + product[1]) + (product[2] + product[3]), lanes);
         const float u = beta[t] * (v[t * tile.rows + mine] - read);
 #pragma unroll
         for (int i = 0; i < 4; ++i) product[i] = 0;
@@ -120,7 +131,7 @@ __global__ void __launch_bounds__(768) steps_kernel(
             product[j] = fmaf(x[4 * i + j], y[j], product[j]);
           }
         }
-        const float result = row_sum((product[0] + product[1]) + (product[2] + product[3]), lanes);
+        const float result = row_sum<kLanes>((product[0] + product[1]) + (product[2] + product[3]), lanes);
         if (lane == 0 && works) *out = from_f32<T>(p.scale * result);
       }
     }
@@ -188,7 +199,8 @@ int launch_steps(const Prefill& p, const Tokens<T>& in, S* pool, T* o, const int
   const int lanes = lanes_for(p.K);
   const Tile tile(lanes);
   const bool packs = p.K == lanes * kPerLane && aligned(4 * sizeof(S), sizeof(S), pool, p.state_stride);
-  return launch(steps_kernel<T, S>, dim3(heads * ceil_div<int64_t>(p.V, tile.rows)),
+  const auto kernel = lanes == 8 ? steps_kernel<T, S, 8> : steps_kernel<T, S, 0>;
+  return launch(kernel, dim3(heads * ceil_div<int64_t>(p.V, tile.rows)),
                 dim3(kPreparing * kWarp + tile.rows * lanes), 2 * tile.size() * sizeof(float), stream, p, in, pool, o,
                 redo, lanes, packs);
 }
