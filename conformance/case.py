@@ -49,6 +49,7 @@ class Case:
     raises   the argument that an OpArgumentError must name: every provider must refuse the call, nothing may run
     check    (target, fresh) -> list[Finding], replaces the one call and its judgement; fresh() gives the arguments anew
     device   the only device type that it is for; None: any
+    memory   bytes that it takes in all; skipped where fewer are free
     """
 
     op: str
@@ -61,6 +62,7 @@ class Case:
     raises: str | None = None
     check: Callable | None = None
     device: str | None = None
+    memory: int = 0
 
     @property
     def id(self) -> str:
@@ -99,12 +101,15 @@ def table(
     make: Callable | None = None,
     compare: Callable | None = None,
     raises: str | None = None,
+    memory: int = 0,
 ) -> list[Case]:
     """Cases of one kind: every size with every dtype."""
     if level not in LEVELS:
         raise ValueError(f"{op}/{kind}: level '{level}' is not one of {', '.join(LEVELS)}")
     dtypes = tuple(dtypes)
-    return [Case(op, kind, size, dtype, level, make, compare, raises) for size in sizes for dtype in dtypes]
+    return [
+        Case(op, kind, size, dtype, level, make, compare, raises, memory=memory) for size in sizes for dtype in dtypes
+    ]
 
 
 def at_level(cases: Iterable[Case], level: str, device: str = "cpu") -> list[Case]:

@@ -12,11 +12,13 @@ so that an element nobody wrote shows.
 
 from __future__ import annotations
 
+import re
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -142,6 +144,9 @@ def run(case: Case, target: Target, base_seed: int = 0) -> Result:
         return result.skipped("not_offered", target.missing)
     if target.unavailable:
         return result.failed("unavailable", target.unavailable)
+    lacking = case.memory and lacks_memory(target.device, case.memory)
+    if lacking:
+        return result.skipped("no_memory", lacking)
     target = replace(target, calls=[])
     judgement = _must_refuse if case.raises else _must_hold if case.check else _must_be_right
     judgement(case, target, result)
@@ -213,6 +218,15 @@ def _must_refuse(case: Case, target: Target, result: Result) -> Result:
     except Exception as error:  # noqa: BLE001 - any other error is the wrong one
         return result.failed("not_refused", f"expected an OpArgumentError about '{case.raises}', got {told(error)}")
     return result.failed("not_refused", f"the call was accepted; argument '{case.raises}' is wrong")
+
+
+def lacks_memory(device: str, size: int) -> str:
+    """Why so many bytes cannot be had on the device now; empty where they can."""
+    if device == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+    else:
+        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
+    return f"needs {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if free < size else ""
 
 
 @contextmanager

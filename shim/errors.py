@@ -6,8 +6,8 @@ class OpshimError(Exception):
 
 
 class OpArgumentError(OpshimError, ValueError):
-    """A call's argument breaks the op's contract. Raised before any provider runs; for a scalar of the wrong type, which
-    most providers take as it is, after one has failed on it."""
+    """A call's argument breaks the op's contract. Raised before any provider runs; for a scalar of the wrong type, after
+    a provider has failed on it."""
 
     def __init__(self, op: str, argument: str, expected: str, got: str):
         super().__init__(f"{op}: argument '{argument}': expected {expected}, got {got}")

@@ -13,14 +13,14 @@ HALF = (torch.float16,)
 NAN, INF = float("nan"), float("inf")
 
 
-def table(kind, sizes=({},), change=None, dtypes=HALF, level="quick", raises=None):
+def table(kind, sizes=({},), change=None, dtypes=HALF, level="quick", raises=None, memory=0):
     """Cases on the op's example arguments, after `change(arguments)`, which edits them or returns others."""
 
     def make(generator, device, dtype, **sizes):
         arguments = example(OP, generator, device, dtype, **sizes)
         return arguments | (change(arguments) or {})
 
-    return case.table(OP, kind, sizes, dtypes, level, make if change else None, None, raises)
+    return case.table(OP, kind, sizes, dtypes, level, make if change else None, None, raises, memory)
 
 
 def leading(*shape):
@@ -159,7 +159,7 @@ CASES = [
     *table("wrong_k", [{}], lambda arguments: {"b": arguments["b"][:, :-1]}, raises="b"),
     *table("wrong_bias", [{"bias": True}], lambda arguments: {"bias": arguments["bias"][:-1]}, raises="bias"),
     *table("weights_with_three_dimensions", [{}], lambda arguments: {"b": arguments["b"][None]}, raises="b"),
-    *table("large_offsets", [{"M": 4100, "N": 2**19, "K": 8}], level="exhaustive"),
+    *table("large_offsets", [{"M": 4100, "N": 2**19, "K": 8}], level="exhaustive", memory=40 * 2**30),
 ]
 
 

@@ -15,14 +15,14 @@ NAN, INF = float("nan"), float("inf")
 F32, HALF = (torch.float32,), (torch.float16,)
 
 
-def table(op, kind, sizes=({},), change=None, dtypes=FLOATS, level="quick", raises=None):
+def table(op, kind, sizes=({},), change=None, dtypes=FLOATS, level="quick", raises=None, memory=0):
     """Cases on the op's example arguments, after `change(arguments)`, which edits them or returns others."""
 
     def make(generator, device, dtype, **sizes):
         arguments = example(op, generator, device, dtype, **sizes)
         return arguments | (change(arguments) or {})
 
-    return case.table(op, kind, sizes, dtypes, level, make if change else None, None, raises)
+    return case.table(op, kind, sizes, dtypes, level, make if change else None, None, raises, memory)
 
 
 # ---- changes that several ops share ----------------------------------------------------------------------------------
@@ -118,6 +118,9 @@ ALIGN = [
 ]
 
 # ---- grouped_gemm ----------------------------------------------------------------------------------------------------
+
+
+LARGE = {"T": 8200, "E": 2, "topk": 1, "N": 2**18, "K": 8}  # T*k*N > 2^31 (field bug 13)
 
 
 def gemm(kind, sizes=({},), change=None, **options):
@@ -227,8 +230,7 @@ GEMM = [
     *gemm("wrong_weights", [{"weighted": True}], replace("slot_weights", lambda w: w[1:]), raises="slot_weights"),
     *gemm("wrong_blocks", [{}], replace("expert_ids", lambda ids: ids[1:]), raises="expert_ids"),
     *gemm("top_k_0", [{}], replace("top_k", lambda k: 0), raises="top_k"),
-    # field bug 13; some 40 GB in all, most of it for the exact answer
-    *gemm("large_offsets", [{"T": 8200, "E": 2, "topk": 1, "N": 2**18, "K": 8}], dtypes=HALF, level="exhaustive"),
+    *gemm("large_offsets", [LARGE], dtypes=HALF, level="exhaustive", memory=40 * 2**30),  # most for the exact answer
 ]
 
 # ---- moe_sum ---------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Every planted fault is convicted by a quick case that is named after it."""
+"""Every planted fault is convicted by a case that is named after it, of level quick wherever one can be."""
 
 import pytest
 
@@ -12,6 +12,7 @@ from shim.plugins import forget
 MUTANTS = all_mutants()
 PROPERTIES = {"determinism"}  # shown by several calls, never by one
 QUICK = [mutant for mutant in MUTANTS if mutant.level == "quick"]
+OTHERS = [mutant for mutant in MUTANTS if mutant.level != "quick"]
 
 
 @pytest.mark.parametrize("mutant", QUICK, ids=[mutant.id for mutant in QUICK])
@@ -23,6 +24,22 @@ def test_convicted_by_a_case_named_after_the_fault(mutant):
     other = next(convictions(mutant, [c for c in cases_of(mutant.op) if c.kind not in mutant.kinds]), None)
     by = f"only {other.case} convicts it ({other.reason}: {other.message})" if other else "no case convicts it"
     pytest.fail(f"{mutant.id}: {mutant.fault} Expected a case of kind {' or '.join(mutant.kinds)}; {by}", pytrace=False)
+
+
+@pytest.mark.parametrize("mutant", OTHERS, ids=[mutant.id for mutant in OTHERS])
+def test_convicted_at_its_level(mutant, selection):
+    """Cases that fill gigabytes are tried at that level only: pytest conformance/meta/test_mutants.py --level exhaustive"""
+    lean, large = ([case for case in named(mutant) if bool(case.memory) is fills] for fills in (False, True))
+    if next(convictions(mutant, lean), None):
+        return
+    if large and selection.level != mutant.level:
+        pytest.skip(f"shows in a tensor of more than 2^31 elements only: --level {mutant.level}")
+    results = [run(case, mutant.target) for case in large]
+    if any(result.status == "fail" for result in results):
+        return
+    if any(result.reason == "no_memory" for result in results):
+        pytest.skip(results[0].message)
+    pytest.fail(f"{mutant.id}: {mutant.fault} No case convicts it.", pytrace=False)
 
 
 @pytest.mark.parametrize("op", shim.names())

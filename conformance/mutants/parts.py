@@ -76,6 +76,15 @@ def features(call: Call) -> tuple:
     return call.scale, call.softcap, call.window, call.alibi_slopes
 
 
+def rows_within_31_bits(x: Tensor) -> Tensor:
+    """x as code sees it that cannot address rows from 2^31 elements on: it gets what lies 2^31 elements before."""
+    offsets = [row * x.stride(0) for row in range(len(x))]
+    if max(offsets) < 2**31:
+        return x
+    rows = [x.as_strided(x.shape[1:], x.stride()[1:], x.storage_offset() + offset % 2**31) for offset in offsets]
+    return torch.stack(rows)
+
+
 def packed(x: Tensor) -> Tensor:
     """x at the strides of a contiguous tensor, though it is none: what code sees that does not ask for strides."""
     return x.as_strided(x.shape, torch.empty(x.shape, device="meta").stride())

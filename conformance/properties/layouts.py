@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
@@ -13,7 +12,7 @@ from conformance.compare import Finding
 from conformance.memory import Watch
 from conformance.properties.roles import Roles
 from conformance.properties.trial import Trial, case
-from conformance.run import Ended
+from conformance.run import Ended, lacks_memory
 
 FAR = 2**31  # elements from the first row to the last
 
@@ -106,18 +105,10 @@ def rows_apart(tensor: Tensor) -> bool:
 
 def far_apart(tensor: Tensor) -> Tensor:
     """In fresh memory, of which a CPU only provides the pages that rows lie in."""
-    need_memory(tensor.device.type, (FAR + tensor.numel()) * tensor.element_size())
+    lacking = lacks_memory(tensor.device.type, (FAR + tensor.numel()) * tensor.element_size())
+    if lacking:
+        raise Ended("skip", "no_memory", lacking)
     stride = -(-FAR // (len(tensor) - 1))
     buffer = torch.empty(stride * (len(tensor) - 1) + tensor[:1].numel(), dtype=tensor.dtype, device=tensor.device)
     inner = torch.empty(tensor.shape[1:], device="meta").stride()
     return buffer.as_strided(tensor.shape, (stride, *inner)).copy_(tensor)
-
-
-def need_memory(device: str, size: int) -> None:
-    """Ends the case as skipped where the device has less memory left."""
-    if device == "cuda":
-        free = torch.cuda.mem_get_info()[0]
-    else:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if free < size:
-        raise Ended("skip", "no_memory", f"needs {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free")

@@ -16,10 +16,10 @@ runs of many providers: a later run joins it, and replaces the report of its own
     case     case (its name), kind, sizes, dtype, level, seed, status ("pass", "fail", "skip"), reason, message, ratio,
              findings [...], arguments {name: text} of a failure, provider_ms, reference_ms, replay (file, "" without)
     reason   of a failure: error_budget, row_error_budget, missing, non_finite, unequal, or a comparison's own;
-             wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, wrong_strides, aliases_input, wrote_inputs,
-             wrote_outside, read_outside, unwritten, reached, changes, order, synchronises (properties), raised,
-             not_refused, unavailable, timeout, crashed, poisoned_device, broken_case. Of a skip: refused,
-             not_offered, no_memory, not_installed
+             wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, wrong_strides, aliases_input,
+             wrote_inputs, wrote_outside, read_outside, unwritten, reached, changes, order, synchronises
+             (properties), raised, not_refused, unavailable, timeout, crashed, poisoned_device, broken_case.
+             Of a skip: refused, not_offered, no_memory, not_installed
     finding  output, kind ("" when right), ratio (error over budget), error, budget, ulp, at [...], actual, exact, text
     index    schema, date, environment, reports [{op, provider, device, level, date, file, summary}]
 
@@ -111,8 +111,8 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
 
 def write(folder: Path, reports: list[dict[str, Any]]) -> Path:
-    """Writes the reports and their index, which keeps what other runs wrote there, also those that
-    write at the same time; returns the index's path. An index of another schema is started anew."""
+    """Writes the reports and their index, which keeps what other runs wrote there, also those that write at the same
+    time; returns the index's path. An index of another schema is started anew."""
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         try:

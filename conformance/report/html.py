@@ -112,10 +112,10 @@ def _head(column: tuple[str, str], mine: Sequence[Report], columns: Sequence[tup
 def _cell(report: Report | None, column: tuple[str, str], columns: Sequence[tuple[str, str]]) -> str:
     if report is None:
         return '<td class="absent">·</td>'
-    state = words.state(report)
+    state, name, detail = words.state(report), _name(column, columns), words.detail(report)
     return (
-        f'<td class="{state}"><a href="{report["op"]}.html#{_anchor(report)}"><i>{words.breakable(_name(column, columns))}</i>'
-        f"<b>{words.MARKS[state]} {words.headline(report)}</b><small>{words.breakable(words.detail(report))}</small></a></td>"
+        f'<td class="{state}"><a href="{report["op"]}.html#{_anchor(report)}"><i>{words.breakable(name)}</i>'
+        f"<b>{words.MARKS[state]} {words.headline(report)}</b><small>{words.breakable(detail)}</small></a></td>"
     )
 
 
