@@ -3,7 +3,8 @@
 A cache is [NB,BS,HK,D]: NB blocks (pages) of BS tokens. Token j of a sequence lives in block `block_table[j // BS]` at
 offset `j % BS`. Only dimension 3 has to be contiguous: pages may be padded, and keys and values may share one buffer.
 What the formulas do not reach is never read: slots that no token occupies, entries of a block table beyond the last
-token, tokens before the window.
+token, tokens before the window. A block id that is read has to be within [0, NB): on a CPU any other is an
+OpExecutionError, under every policy; on a GPU nobody looks, as that would wait for the data.
 """
 
 from __future__ import annotations
@@ -100,10 +101,13 @@ def paged_prefill(
 
 
 def gather(cache: Tensor, block_table: Tensor, first: int, length: int) -> Tensor:
-    """Tokens `first` to `length` of one sequence, [length - first, HK, D]."""
+    """Tokens `first` to `length` of one sequence, [length - first, HK, D]. IndexError for a block that is not there."""
     token = torch.arange(first, length, device=cache.device)
     block_size = cache.shape[1]
-    return cache[block_table[token // block_size].long(), token % block_size]
+    blocks = block_table[token // block_size].long()
+    if (blocks < 0).any():  # torch would count them from the end
+        raise IndexError(f"block id {int(blocks.min())} in block_tables is negative")
+    return cache[blocks, token % block_size]
 
 
 def attend(

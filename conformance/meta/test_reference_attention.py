@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import shim
 from ops_reference.attention import attend, gather, paged_attention_v2, paged_prefill, reshape_and_cache
+from shim.policy import Policy, using
 
 NAN = float("nan")
 SIZES = {"HQ": 6, "HK": 2, "D": 24, "BS": 8}
@@ -122,6 +124,16 @@ def test_sequences_of_length_zero_and_rows_of_no_sequence_are_zero():
     out = paged_prefill.reference(**prefill)
     assert out[:3].all()
     assert not out[3:].any()
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto", "reference"])
+@pytest.mark.parametrize("op", [paged_attention_v2, paged_prefill], ids=lambda op: op.name)
+@pytest.mark.parametrize("block", [-1, 10**6])
+def test_a_block_that_is_not_there_is_an_error_under_every_policy(op, block, mode, scratch):
+    arguments = op.example(torch.Generator().manual_seed(3), "cpu", torch.float32, **SIZES)
+    arguments["block_tables"][0, 0] = block
+    with using(Policy(mode)), pytest.raises(shim.OpExecutionError):
+        op(**arguments)
 
 
 def test_cache_write_then_gather_returns_the_tokens():
