@@ -277,5 +277,20 @@ def report(folders, compare):
     sys.exit(diff.show(*folders) if compare else html.show(*folders))
 
 
+@main.command()
+@click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op (repeatable); nothing is written.")
+def mutants(ops):
+    """Show what the suite is worth: how many wrong implementations it convicts, and how many the usual tests do.
+
+    The usual ones are torch.testing.assert_close, vLLM's tolerances, and gpucheck where it is installed. Without --op
+    the table goes to docs/results/mutants.md as well.
+
+    \b
+    Example:  python runner.py mutants --op moe_sum
+    """
+    from conformance.mutants.worth import worth
+
+    worth(ops)
+
 if __name__ == "__main__":
     main(prog_name="runner.py")

@@ -1,7 +1,7 @@
 """What the suite is worth: how many of the mutants each way of testing convicts, and which right answers it convicts.
 
-    python -m conformance.mutants.worth                     all ops, into docs/results/mutants.md
-    python -m conformance.mutants.worth --op moe_sum        one op, printed only
+    python runner.py mutants                        all ops, into docs/results/mutants.md
+    python runner.py mutants --op moe_sum           one op, printed only
 
 Each way gets the op's own example arguments, in the layouts that vLLM passes, and compares outputs and in-place
 arguments with the reference in the same dtype:
@@ -11,7 +11,7 @@ arguments with the reference in the same dtype:
                   (NUM_TOKENS in tests/ir/ir_test_utils.py), in its three dtypes; integers have to be equal
     gpucheck      its assert_close with its own tolerances, on shapes of its fuzz_shapes up to 129 and, as the op's first
                   argument, values of its edge_inputs; its sanitizers need CUDA and have no part here
-    this suite    level quick
+    this suite    level quick; for mutants that show only beyond 2^31 elements, level exhaustive
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import torch
 from torch import Tensor
 
@@ -33,7 +32,7 @@ import shim
 from conformance.case import FLOATS
 from conformance.mutants import all_mutants, equivalents
 from conformance.mutants.trial import cases_of, convictions
-from conformance.run import Target, results_of, run
+from conformance.run import Target, lacks_memory, results_of, run
 
 BF16, F16 = torch.bfloat16, torch.float16
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "results" / "mutants.md"
@@ -142,7 +141,9 @@ WAYS = (
     Way("vllm ir", vllm_trials, vllm_close),
     Way("gpucheck", gpucheck_trials, gpucheck_close),
 )
-NAMES = [*(way.name for way in WAYS), "this suite"]
+SUITE = "this suite"
+NAMES = [*(way.name for way in WAYS), SUITE]
+NO_MEMORY = "needs more memory"
 
 
 def _installed(name: str) -> bool:
@@ -157,24 +158,28 @@ def verdicts(op: str, name: str) -> dict[str, str]:
     target = mutant.target if mutant else equivalents()[op]
     found = {way.name: "yes" if way.convicts(target) else "" for way in WAYS if _installed(way.name)}
     if mutant:
-        cases = sorted(cases_of(op), key=lambda case: case.kind not in mutant.kinds)
+        cases = sorted(cases_of(op, mutant.level), key=lambda case: case.kind not in mutant.kinds)
         first = next(convictions(mutant, cases), None)
-        found["this suite"] = first.kind if first else ""
+        unrun = any(case.memory and lacks_memory("cpu", case.memory) for case in cases)
+        found[SUITE] = first.kind if first else NO_MEMORY if unrun else ""
     else:
         failed = (case.kind for case in cases_of(op) if run(case, target).status == "fail")
-        found["this suite"] = next(failed, "")
+        found[SUITE] = next(failed, "")
     return found
 
 
-def worth(ops: Sequence[str] = (), out: Path | None = RESULT) -> str:
-    """Tries every mutant of level quick, prints the table per op, and writes it with the list of mutants to `out`."""
+def worth(ops: Sequence[str] = ()) -> None:
+    """Tries every mutant of the ops and prints the table per op; where no op is named, of all ops, and writes it to
+    RESULT with the list of mutants. UnknownNameError."""
+    out = None if ops else RESULT
     ops = [shim.get(op).name for op in ops] or shim.names()
-    mutants = [mutant for mutant in all_mutants() if mutant.op in ops and mutant.level == "quick"]
+    mutants = [mutant for mutant in all_mutants() if mutant.op in ops]
     tried = [*((mutant.op, mutant.name) for mutant in mutants), *((op, "another_route") for op in ops)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         found = dict(zip(tried, pool.map(verdicts, *zip(*tried, strict=True)), strict=True))
 
     def row(label: str, of: list[tuple[str, str]]) -> str:
+        of = [one for one in of if found[one][SUITE] != NO_MEMORY]
         counts = [str(sum(bool(found[one][n]) for one in of)) if _installed(n) else "not installed" for n in NAMES]
         return table_line([label, str(len(of)), *counts])
 
@@ -189,9 +194,7 @@ def worth(ops: Sequence[str] = (), out: Path | None = RESULT) -> str:
         for mutant in mutants:
             marks = [found[mutant.op, mutant.name].get(name, "") for name in NAMES]
             each.append(table_line([mutant.op, mutant.name, mutant.fault, *marks]))
-        out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(REPORT.format(table=table, each="\n".join(each)))
-    return table
 
 
 def table_line(cells: Sequence[str]) -> str:
@@ -201,13 +204,14 @@ def table_line(cells: Sequence[str]) -> str:
 REPORT = """# What the suite is worth
 
 Wrong implementations (`conformance/mutants/wrong`), and how many of them each way of testing convicts. Made by
-`python -m conformance.mutants.worth`, which says how each way was used; the last row counts right implementations
-(`conformance/mutants/right`) that it convicts as well. Those of gpucheck all come from inputs at the largest float32:
+`python runner.py mutants`; `conformance/mutants/worth.py` says how each way was used. The last row counts right
+implementations (`conformance/mutants/right`) that it convicts as well. Those of gpucheck all come from inputs at the largest float32:
 a sum overflows or not by the order of its terms, and the plain comparison takes either for wrong.
 
 {table}
 
-Mutants that show only beyond 2^31 elements are of level exhaustive and not counted.
+Faults that show only beyond 2^31 elements are convicted at level exhaustive. Not counted is what `needs more memory`
+than there was.
 
 ## Each mutant
 
@@ -215,14 +219,3 @@ The last column is the kind of the case that convicts it.
 
 {each}
 """
-
-
-@click.command()
-@click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op (repeatable); nothing is written.")
-def main(ops):
-    """Table of how many mutants are convicted by usual ways of testing, and by this suite."""
-    worth(ops, None if ops else RESULT)
-
-
-if __name__ == "__main__":
-    main()
