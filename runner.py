@@ -69,6 +69,7 @@ def main():
 @click.option("--port", default=8000, show_default=True, type=int)
 @click.option("--require-certified", is_flag=True, help="Serve only what `conform` has passed on this device.")
 @click.option("--request-policy", metavar="RULE,RULE", help="Rules for requests, none unless named; see README.")
+@click.option("--dry-run", is_flag=True, help="Stop after all checks, before vLLM is started.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [VLLM OPTIONS]...")
 def serve(arguments, **options):
     """Run vLLM's server with opshim's ops.
@@ -78,11 +79,13 @@ def serve(arguments, **options):
     has a native implementation, or nothing starts.
 
     \b
-    Exit code: 0 stopped by Ctrl-C or SIGTERM, 1 vLLM ended by itself, 2 wrong usage, 3 an op that nobody may serve.
+    Exit code: 0 stopped by Ctrl-C or SIGTERM, 1 vLLM ended by itself, 2 wrong usage or something that stands in the
+    way, 3 an op that nobody may serve. --dry-run ends with the code that serving would not get past, or 0.
 
     \b
     Example:  python runner.py serve --port 8001 --dtype float16
               python runner.py serve ~/models/mine --policy auto --provider moe_sum=reference --max-model-len 8192
+              python runner.py serve ~/models/mine --dry-run
               python runner.py serve --request-policy clamp_max_tokens,no_thinking_when_short,refuse_large_n
     """
     from shim.vllm_plugin.serve import serve

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ def cuda_archs() -> tuple[str, ...]:
 def _cuda_driver() -> str:
     version = Path("/proc/driver/nvidia/version")
     return version.read_text().splitlines()[0] if version.exists() else "unknown"
+
+
+def driver_version(text: str) -> str:
+    """The number in the driver's line of words, "580.95.05"; all of it where there is none."""
+    found = re.search(r"\d{3}\.\d+(?:\.\d+)?", text)
+    return found.group() if found else text
 
 
 @functools.cache

@@ -201,10 +201,4 @@ def _device(static: bool) -> Iterator[Check]:
         shared = f"{facts['shared_memory_per_block_optin']} bytes of shared memory per block"
         major, minor = facts["capability"]
         told = f"{torch.cuda.get_device_name(index)}: sm_{major}{minor}, {facts['sms']} SMs, {shared}"
-        yield Check(f"gpu {index}", PASS, f"{told}, driver {_driver(facts['driver'])}")
-
-
-def _driver(text: str) -> str:
-    found = re.search(r"\d{3}\.\d+(?:\.\d+)?", text)
-    return found.group() if found else text
-
+        yield Check(f"gpu {index}", PASS, f"{told}, driver {device.driver_version(facts['driver'])}")

@@ -54,7 +54,7 @@ def serve(tmp_path):
     model = tmp_path / "a-model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["SomeForCausalLM"], "dtype": "float32"}))
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors
     started = []
 
     def start(behaviour, *arguments):

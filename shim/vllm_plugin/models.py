@@ -8,15 +8,18 @@ from typing import Any
 ATTENTION = ("reshape_and_cache", "paged_attention_v2", "paged_prefill")
 GATED_DELTA_NET = ("gdn_gating", "gdn_prefill", "gdn_decode")
 EXPERTS = ("topk_softmax", "fused_moe", "moe_align_block_size", "grouped_gemm", "moe_sum")
+WITHOUT_ATTENTION = ("mamba", "mamba2", "falcon_mamba")
 
 
 def ops_for_model(hf_config: Any, dtype: Any) -> list[str]:
     """Names of the ops that serve a model: its Hugging Face configuration (an object or the dict of config.json) and
-    the dtype it is served in (a torch.dtype or its name). A quantized model's experts and linear layers stay vLLM's."""
+    the dtype it is served in (a torch.dtype or its name). A quantized model's experts and linear layers stay vLLM's,
+    and so do latent attention and models without any."""
     text = _get(hf_config, "text_config") or hf_config
     kinds = _get(text, "layer_types") or []
     linear = "linear_attention" in kinds if kinds else _get(text, "linear_num_value_heads") is not None
     attention = any(kind != "linear_attention" for kind in kinds) if kinds else True
+    attention &= _get(text, "kv_lora_rank") is None and _get(text, "model_type") not in WITHOUT_ATTENTION
     quantized = _get(hf_config, "quantization_config") or _get(text, "quantization_config")
     experts = (_get(text, "num_experts") or _get(text, "num_local_experts")) and not quantized
     needed = EXPERTS if experts else ()

@@ -1,7 +1,7 @@
 """`runner.py serve`: checks first, then the chain table, then vLLM's server as a child, and a summary at the end.
 
-Whatever can be known before the engine starts is checked before: usage, port, model folder, provider files, and whether
-the policy leaves an op of this model unserved.
+Whatever can be known before the engine starts is checked before: usage, port, model folder, provider files, whether the
+policy leaves an op of this model unserved, and all of preflight.py.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from pathlib import Path
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
+from shim.vllm_plugin import capacity, sizes
 from shim.vllm_plugin import request_policy as request_rules
+from shim.vllm_plugin.honoured import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "models" / "opshim-tiny"
 STOPPED, DIED, USAGE, UNSERVED = 0, 1, 2, 3  # exit codes
-DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 
 
 class ServeError(OpshimError):
@@ -69,9 +70,10 @@ def serve(
     port: int = 8000,
     require_certified: bool = False,
     request_policy: str | None = None,
+    dry_run: bool = False,
 ) -> int:
     """Serves until a signal comes; returns the exit code. `arguments`: the model first (or none), then vLLM's options.
-    OpshimError for wrong usage."""
+    `dry_run`: does all but start vLLM. OpshimError for wrong usage, and for what stands in the way."""
     model, options = split(arguments)
     rules = () if request_policy is None else request_rules.parse(request_policy)
     check_port(host, port)
@@ -79,9 +81,14 @@ def serve(
     device = check_vllm()
 
     from shim import dispatch, startup, table
+    from shim.vllm_plugin.findings import Finding, Plan
     from shim.vllm_plugin.models import ops_for_model
+    from shim.vllm_plugin.preflight import preflight
 
-    needed = ops_for_model(model.config, served_dtype(model.config, options.get("--dtype") or "auto"))
+    dtype = served_dtype(model.config, options.get("--dtype") or "auto")
+    needed = ops_for_model(model.config, dtype)
+    if not needed:
+        raise ServeError(f"opshim serves no op of {_architecture(model.config)} ({model.name})")
     mode = policy or os.environ.get("OPSHIM_POLICY") or "strict"
     chosen = startup.prepare(mode, providers, provider_files, require_certified)
     say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
@@ -94,10 +101,29 @@ def serve(
         return UNSERVED
     _show_hooks(device, needed)
 
+    print("preflight", flush=True)
+    plan = Plan(model, options, dtype, device, chosen.mode, chains)
+    findings = preflight(plan, lambda one: print(one, flush=True))
+    check_port(host, port)
+    print(Finding("port", f"{port} on {host} is free"), flush=True)
+    stop = min((one for one in findings if one.code), key=lambda one: one.code, default=None)
+    if stop:
+        problem = f"nothing is started: {stop.name}: {stop.text}"
+        if stop.code == USAGE:
+            raise ServeError(problem)
+        say(problem)
+        return stop.code
+    if plan.max_model_len:
+        options.given += ["--max-model-len", str(plan.max_model_len)]  # the last one counts
     command, environment = vllm_command(model, options, host, port, device, rules)
+    if dry_run:
+        say("dry run: nothing stands in the way, nothing is started")
+        return STOPPED
     environment |= startup.environment(chosen, provider_files)
     selected = {chain.op.name: chain.selected.label for chain in chains}
-    return _run(command, environment, model, f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}", selected)
+    scheme = "https" if "--ssl-certfile" in options else "http"
+    url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    return _run(command, environment, model, url, selected)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -183,6 +209,7 @@ def _read_config(path: Path, model: str) -> Mapping:
         raise ServeError(f"config.json of {model} is not JSON: {error}") from None
     if not isinstance(config, dict) or not config.get("architectures"):
         raise ServeError(f"config.json of {model} names no architecture")
+    sizes.check_types(config, f"config.json of {model}")
     if not _architecture(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise ServeError(f"opshim serves no op of {_architecture(config)} ({model})")
     return config
@@ -196,7 +223,7 @@ def served_dtype(config: Mapping, dtype: str) -> str:
     """The dtype that vLLM serves in: as asked, else the checkpoint's (bfloat16 for a float32 checkpoint)."""
     if dtype != "auto":
         return DTYPES.get(dtype, dtype)
-    text = config.get("text_config") or config
+    text = sizes.text_of(config)
     own = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"
     return "bfloat16" if own == "float32" else own
 
@@ -216,7 +243,8 @@ def vllm_command(
         if "--served-model-name" not in options:
             command += ["--served-model-name", model.name]
     if device == "cpu":
-        defaults["VLLM_CPU_KVCACHE_SPACE"] = "1"
+        if "--kv-cache-memory-bytes" not in options:
+            defaults[capacity.CPU_SPACE] = capacity.DEFAULT_SPACE  # vLLM takes it before that option
         if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")):
             command += ["--enforce-eager"]
             defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
@@ -243,9 +271,7 @@ def _show_hooks(device: str, needed: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _run(
-    command: list[str], environment: dict[str, str], model: Model, url: str, selected: Mapping[str, str]
-) -> int:
+def _run(command: list[str], environment: dict[str, str], model: Model, url: str, selected: Mapping[str, str]) -> int:
     from shim.vllm_plugin.supervise import Supervisor
 
     def ready(seconds: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -12,13 +13,17 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
 
 GRACE = 15.0  # seconds from the first signal to SIGKILL
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAUSE = re.compile(
     r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?"
-    r"(?P<words>opshim: .*|\b[A-Za-z_.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$"
+    r"(?P<words>opshim: .*|\b[\w.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$"
 )
+_LOST = re.compile(r"\b(?P<words>(?:worker|engine ?core)\b[\w -]* (?:died|exited) unexpectedly)", re.IGNORECASE)
+_LISTENS = "0A"  # in /proc/net/tcp
 
 
 @dataclass
@@ -80,8 +85,13 @@ class Supervisor:
             if deadline and (time.monotonic() > deadline or len(self.signals) > 1):
                 _signal_group(child.pid, signal.SIGKILL)
             if not ready and not deadline and self._answers():
-                ready = True
-                self.on_ready(time.monotonic() - started)
+                ready = is_served_by(child.pid, urlsplit(self.health).port)
+                if ready:
+                    self.on_ready(time.monotonic() - started)
+                else:
+                    self.causes.insert(0, f"another process answers at {self.health}: the port was taken meanwhile")
+                    deadline = time.monotonic() + GRACE
+                    child.send_signal(signal.SIGTERM)
             if deadline:
                 time.sleep(0.1)
             else:
@@ -89,7 +99,8 @@ class Supervisor:
 
     def _answers(self) -> bool:
         try:
-            with urllib.request.urlopen(self.health, timeout=1) as answer:
+            own = ssl._create_unverified_context() if self.health.startswith("https:") else None  # to itself
+            with urllib.request.urlopen(self.health, timeout=1, context=own) as answer:
                 return answer.status == 200
         except OSError:
             return False
@@ -105,9 +116,42 @@ class Supervisor:
                 pass  # nobody reads it any more: the server goes on
             *lines, line = (line + chunk).replace(b"\r", b"\n").split(b"\n")
             for text in lines:
-                found = _CAUSE.match(text.decode(errors="replace"))
-                if found and len(self.causes) < 100:
-                    self.causes.append(found["words"])
+                cause = cause_in(text.decode(errors="replace"))
+                if cause and len(self.causes) < 100:
+                    self.causes.append(cause)
+
+
+def cause_in(line: str) -> str | None:
+    """What a line of vLLM's log says of why it ends, if anything."""
+    lost = _LOST.search(line)
+    if lost:
+        return f"{lost['words']}: killed, or out of memory?"
+    found = _CAUSE.match(line)
+    return found and found["words"]
+
+
+def is_served_by(group: int, port: int) -> bool:
+    """Whether a process of that group listens on the port; True where the system does not tell."""
+    tables = [path for path in map(Path, ("/proc/net/tcp", "/proc/net/tcp6")) if path.exists()]
+    rows = [line.split() for path in tables for line in path.read_text().splitlines()[1:]]
+    listening = [row for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
+    sockets = {f"socket:[{row[9]}]" for row in listening}
+    mine = (process for process in Path("/proc").glob("[0-9]*") if _group(process) == group)
+    return not tables or any(_holds(process, sockets) for process in mine)
+
+
+def _group(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
+    except (OSError, IndexError):  # it is gone
+        return -1
+
+
+def _holds(process: Path, sockets: set[str]) -> bool:
+    try:
+        return any(os.readlink(one) in sockets for one in (process / "fd").iterdir())
+    except OSError:  # a file was closed meanwhile, or the process is gone
+        return False
 
 
 def _signal_group(group: int, number: int) -> bool:

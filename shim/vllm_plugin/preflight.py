@@ -1,0 +1,194 @@
+"""What `serve` finds out before the engine is built: a line each, with what was done about it.
+
+Nothing here imports vLLM, loads weights, or starts CUDA: from a config.json, headers of files, tables of the registry
+and the chains, most of what would end an engine after minutes is known within a second.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from shim import device as devices
+from shim.errors import OpshimError
+from shim.loading import shown, user_cache
+from shim.vllm_plugin import capacity, preflight_model, sizes
+from shim.vllm_plugin.checkpoint import human
+from shim.vllm_plugin.findings import TENSOR, Finding, Plan
+from shim.vllm_plugin.model_class import ImportCheck, registered
+from shim.vllm_plugin.serve import USAGE
+
+LEAST_DISK = 64 * 2**20  # bytes that have to be free where something is written
+LEAST_LENGTH = 16  # tokens, below which no server is worth its start
+
+
+def preflight(plan: Plan, tell: Callable[[Finding], None]) -> list[Finding]:
+    """All findings, each told as soon as it is there; those with a code stand in the way. Sets plan.max_model_len."""
+    module = (registered() or {}).get(plan.architecture)
+    importing = ImportCheck(plan.architecture, module) if module else None
+    findings = []
+    try:
+        checks = CHECKS | {"model class": lambda plan: preflight_model.model_class(plan, importing)}
+        for name, check in checks.items():
+            for one in _safely(name, check, plan):
+                findings.append(one)
+                tell(one)
+    finally:
+        if importing:
+            importing.close()
+    return findings
+
+
+def _safely(name: str, check: Callable[[Plan], Iterator[Finding]], plan: Plan) -> Iterator[Finding]:
+    """What cannot be found out stands in nobody's way: vLLM may still do without it."""
+    try:
+        yield from check(plan)
+    except sizes.ConfigError as error:
+        yield Finding(name, f"not checked, as {error}")
+    except OpshimError as error:
+        yield Finding(name, str(error), code=USAGE)
+    except Exception as error:  # noqa: BLE001
+        yield Finding(name, f"not checked: {type(error).__name__}: {error}")
+
+
+# ---- the machine -------------------------------------------------------------------------------------------------------
+
+
+def device(plan: Plan) -> Iterator[Finding]:
+    found = devices.describe(plan.device)
+    if plan.device == "cpu":
+        yield Finding("device", f"{found.name}, {found.facts['isa']}, {found.facts['cores']} cores, {plan.memory}")
+        return
+    capability = "sm_{}{}".format(*found.facts["capability"])
+    versions = f"driver {devices.driver_version(found.facts['driver'])}, CUDA {torch.version.cuda} in torch"
+    yield Finding("device", f"{torch.cuda.device_count()} x {found.name}, {capability}, {versions}, {plan.memory}")
+    ranks, here = capacity.whole(plan.options, 1, *TENSOR), torch.cuda.device_count()
+    if ranks > here and plan.options.get("--distributed-executor-backend") != "ray" and "--nnodes" not in plan.options:
+        yield Finding("device", f"--tensor-parallel-size {ranks} needs as many GPUs, here are {here}", code=USAGE)
+
+
+def libraries(plan: Plan) -> Iterator[Finding]:
+    """Which builds serve, and for which ops there is a proof. What else there is stands in the chain table."""
+    chosen = [chain for chain in plan.chains if chain.selected is not None]
+    builds = Counter(_build(chain.selected) for chain in chosen)
+    certified = [chain.op.name for chain in chosen if chain.selected.certificate.valid]
+    told = ", ".join(f"{count} ops by {build}" for build, count in builds.items())
+    rest = len(plan.chains) - len(certified)
+    if not rest:
+        yield Finding("libraries", f"{told}; all certified for this build and device")
+        return
+    names = f"{len(certified)} certified for it ({', '.join(certified)})" if certified else "none certified for it"
+    yield Finding(
+        "libraries",
+        f"{told}; {names}",
+        f"the other {rest} serve without a proof" if certified else "served without a proof",
+    )
+
+
+def _build(candidate) -> str:
+    if candidate.library is None:
+        return candidate.label
+    file = candidate.library.path.name
+    return f"{file} {candidate.build['identity'][:8]} ({candidate.library.info['arch']})"
+
+
+def disk(plan: Plan) -> Iterator[Finding]:
+    """Every folder that something is written to while the server starts and runs."""
+    home = Path(plan.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    root = Path(plan.environ.get("VLLM_CACHE_ROOT") or home / "vllm").expanduser()
+    temporary = Path(plan.environ.get("TMPDIR") or tempfile.gettempdir())
+    told, ours = [], user_cache()
+    for what, folder in (("vLLM's cache", root), ("opshim's cache", ours), ("temporary files", temporary)):
+        problem, free = writable(folder)
+        if problem is None:
+            told.append(f"{human(free)} at {shown(folder)}")
+        elif folder == ours:
+            yield Finding(
+                "disk", f"{what} {folder}: {problem}", "nothing is kept there: libraries, certificates, replays"
+            )
+        else:
+            yield Finding("disk", f"{what} {folder}: {problem}", code=USAGE)
+    if told:
+        yield Finding("disk", f"free: {', '.join(told)}")
+
+
+def writable(folder: Path) -> tuple[str | None, int]:
+    """Why nothing can be written there (None: it can), and the free bytes. The folder need not exist yet."""
+    there = next(one for one in (folder, *folder.parents) if one.exists())
+    try:
+        free = shutil.disk_usage(there).free
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".opshim-") as file:
+            file.write(b"\0" * 65536)
+            file.flush()
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return f"{'the disk is full' if full else 'cannot be written'} ({error.strerror})", 0
+    if free < LEAST_DISK:
+        return f"{human(free)} are free on this disk, {human(LEAST_DISK)} are needed at least", free
+    return None, free
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------
+
+
+def cache(plan: Plan) -> Iterator[Finding]:
+    """vLLM refuses a cache that does not hold one sequence of max_model_len."""
+    need = capacity.demand(plan.sizes, plan.options, plan.dtype, plan.device)
+    given = plan.options.get("--max-model-len")
+    if need is None or (given or "").lower() in ("auto", "-1") or "--num-gpu-blocks-override" in plan.options:
+        yield Finding("KV cache", "not estimated", "vLLM sizes it")
+        return
+    longest = sizes.text_of(plan.model.config).get("max_position_embeddings")
+    if given is None and longest is None:
+        raise sizes.ConfigError("config.json has no max_position_embeddings")
+    wanted = longest if given is None else capacity.human_number(given, "--max-model-len")
+    room, source = plan.room
+    fits = need.longest(room)
+    if wanted <= fits:
+        held = need.at_once(room, wanted)
+        text = f"{human(room)} ({source}): about {held * wanted:,.0f} tokens in pages of {need.block}"
+        yield Finding("KV cache", f"{text}, {held:,.1f} requests of {wanted:,} (max_model_len) at once")
+        return
+    text = f"a request of {wanted:,} tokens (max_model_len) needs about {human(need.bytes(wanted))}"
+    text += f", {human(room)} ({source}) hold {fits:,}"
+    if plan.mode == "auto" and fits >= LEAST_LENGTH:
+        plan.max_model_len = fits
+        yield Finding("KV cache", text, f"served with --max-model-len {fits}")
+    else:
+        yield Finding("KV cache", f"{text}: --max-model-len {fits} is the largest, or policy auto fits it", code=USAGE)
+
+
+def memory(plan: Plan) -> Iterator[Finding]:
+    """What vLLM itself would refuse to start with, and what the machine cannot hold."""
+    room, _ = plan.room
+    held, free = plan.weights, plan.memory.free
+    told = f"{'unknown' if held is None else human(held)} of weights and {human(room)} of KV cache, "
+    told += "free memory is not known" if free is None else f"{human(free)} free"
+    needed = (held or 0) + room
+    asked = plan.device == "cuda" and "--kv-cache-memory-bytes" not in plan.options
+    share = int(capacity.utilization(plan.options) * plan.memory.total) if asked else 0
+    if free is not None and needed > free:
+        yield Finding("memory", f"{told}: {human(needed - free)} are missing", code=USAGE)
+    elif free is not None and share > free:
+        wanted = f"vLLM asks for {human(share)} (--gpu-memory-utilization)"
+        yield Finding("memory", f"{told}, but {wanted}: at most {free / plan.memory.total:.2f} is free", code=USAGE)
+    else:
+        yield Finding("memory", told)
+
+
+CHECKS = {
+    "device": device,
+    "libraries": libraries,
+    "options": preflight_model.options,
+    "shapes": preflight_model.shapes,
+    "checkpoint": preflight_model.weights,
+    "KV cache": cache,
+    "memory": memory,
+    "disk": disk,
+}

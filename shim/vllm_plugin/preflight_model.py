@@ -1,0 +1,147 @@
+"""The part of the preflight that looks at the model: its class, options, shapes and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from shim.errors import OpshimError
+from shim.vllm_plugin import capacity, checkpoint, honoured
+from shim.vllm_plugin.checkpoint import human
+from shim.vllm_plugin.findings import TENSOR, Finding, Plan
+from shim.vllm_plugin.model_class import ImportCheck, other_plugins, registered
+from shim.vllm_plugin.serve import UNSERVED, USAGE
+
+GUARDS_OF_ANY_DEVICE = ("native", "reference")  # providers that may be asked about a GPU's call with tensors of the CPU
+
+
+def model_class(plan: Plan, importing: ImportCheck | None) -> Iterator[Finding]:
+    """`importing`: the check of the class's module, None where vLLM's registry does not have the class."""
+    name, architecture, plugins = "model class", plan.architecture, other_plugins()
+    transformers = plan.options.get("--model-impl") == "transformers"
+    if importing is not None:
+        problem = importing.result()
+        told = f"{architecture}: {importing.module.rpartition('.')[2]}.py of vLLM "
+        if problem is None:
+            yield Finding(name, f"{told}imports")
+        else:
+            yield Finding(name, f"{told}does not import: {problem}", code=USAGE)
+    elif registered() is None:
+        yield Finding(name, f"{architecture}: not checked, as this vLLM keeps no list of models where it used to")
+    elif plugins or transformers:
+        who = f"a plugin ({', '.join(plugins)})" if plugins else "transformers"
+        yield Finding(name, f"{architecture}: not in vLLM's registry", f"left to vLLM, as {who} may bring it")
+    else:
+        yield Finding(name, f"the installed vLLM knows no {architecture}: expected a newer one", code=USAGE)
+
+
+def options(plan: Plan) -> Iterator[Finding]:
+    asked = honoured.Asked(plan.options, plan.dtype, plan.device, plan.quantized)
+    refused = list(honoured.refused(asked, tuple(chain.op.name for chain in plan.chains), plan.environ))
+    for given, rule in refused:
+        reason = f"{given}: {rule.reason}"
+        if not rule.ops:
+            yield Finding("options", f"{reason}: it cannot be honoured", code=USAGE)
+        elif plan.mode == "strict":
+            unused = f"policy strict does not go on without {', '.join(rule.ops)}"
+            yield Finding("options", f"{reason}; {unused}", code=USAGE)
+        else:
+            yield Finding("options", reason, f"vLLM's own code serves instead of {', '.join(rule.ops)}")
+    if "--config" in plan.options:
+        yield Finding("options", "what stands in --config is not seen here", "left to vLLM")
+    elif not refused:
+        yield Finding("options", "opshim honours all that were given")
+
+
+def shapes(plan: Plan) -> Iterator[Finding]:
+    """The ops' own checks, domains and guards over calls of the model's sizes, one rank's share of them."""
+    examples, served, chains = _examples(plan), 0, plan.chains
+    for chain in chains:
+        problem, harmless = _refusal(chain, examples[chain.op.name], plan)
+        served += problem is None
+        if problem is None:
+            continue
+        stops = plan.mode == "strict" and not harmless
+        done = "" if stops else "the reference or vLLM's own code serves these calls"
+        yield Finding("shapes", f"{chain.op.name}: {problem}", done, UNSERVED if stops else 0)
+    s = plan.sizes
+    parts = [f"heads of {s.head}, {s.heads} on {s.kv_heads}"]
+    parts += [f"states of {s.linear_k} x {s.linear_v}"] * bool(s.linear_layers)
+    parts += [f"{s.top_k} of {s.experts} experts"] * bool(s.experts)
+    yield Finding("shapes", f"{', '.join(parts)}, in {plan.dtype}: {served} of {len(chains)} ops take them")
+
+
+def _refusal(chain, arguments: dict, plan: Plan) -> tuple[str | None, bool]:
+    """Why the chain's choice would not take a call, and whether that is by the op's own domain."""
+    generator = torch.Generator().manual_seed(0)
+    try:
+        call = chain.op.example(generator, "cpu", getattr(torch, plan.dtype), **arguments)
+        chain.op.check(**call)
+        verdict = chain.op.in_domain(**call)
+        if verdict is not True:
+            return verdict, True
+        asked = plan.device == "cpu" or chain.selected.provider in GUARDS_OF_ANY_DEVICE
+        guard = chain.selected.supports if asked else None
+        verdict = True if guard is None else guard(**call)
+    except OpshimError as error:
+        return str(error).removeprefix(f"{chain.op.name}: "), False
+    except Exception as error:  # noqa: BLE001 - sizes that no example can be made of
+        return f"no call can be made of these sizes: {type(error).__name__}: {error}", False
+    return (None, False) if verdict is True else (f"{chain.selected.label} does not take it: {verdict}", False)
+
+
+def _examples(plan: Plan) -> dict[str, dict]:
+    """Sizes of the ops' example calls. One expert stands for all: they are alike, and large."""
+    s = plan.sizes
+    ranks = capacity.whole(plan.options, 1, *TENSOR)
+    heads = {"HQ": max(1, s.heads // ranks), "HK": max(1, s.kv_heads // ranks), "D": s.head}
+    linear = {"H": max(1, s.linear_k_heads // ranks), "HV": max(1, s.linear_v_heads // ranks)}
+    states = linear | {"K": s.linear_k, "V": s.linear_v}
+    width, one = max(1, s.expert_width // ranks), {"T": 1, "E": 1, "topk": 1}
+    return {
+        "topk_softmax": {"T": 2, "E": s.experts, "topk": s.top_k},
+        "moe_align_block_size": {"T": 2, "E": s.experts, "topk": s.top_k},
+        "grouped_gemm": one | {"N": 2 * width, "K": s.hidden},
+        "fused_moe": one | {"I": width, "Hd": s.hidden},
+        "moe_sum": {"T": 1, "topk": s.top_k, "N": s.hidden},
+        "gdn_gating": {"T": 2, "HV": linear["HV"]},
+        "gdn_prefill": {"lengths": (2,), **states},
+        "gdn_decode": {"B": 1, **states},
+        "reshape_and_cache": {"T": 1, **heads},
+        "paged_attention_v2": {"lengths": (1,), **heads},
+        "paged_prefill": {"new": (1,), "prefix": (0,), **heads},
+        "matmul_fp16": {"M": 1, "N": 16, "K": s.hidden},
+    }
+
+
+def weights(plan: Plan) -> Iterator[Finding]:
+    stored, architecture = plan.stored, plan.architecture
+    if stored is None:
+        dummy = plan.options.get("--load-format") == "dummy"
+        where = "dummy weights" if dummy else "no safetensors files" if plan.model.local else "vLLM downloads it"
+        yield Finding("checkpoint", f"not compared: {where}")
+        return
+    files = len({one.file for one in stored.values()})
+    total = f"{len(stored)} tensors, {human(sum(one.size for one in stored.values()))}, {files} file{'s' * (files > 1)}"
+    needed = None if plan.quantized else checkpoint.parameters(plan.sizes, architecture, stored)
+    if needed is None:
+        why = "it is quantized" if plan.quantized else f"no table for {architecture}"
+        yield Finding("checkpoint", f"{total}, none cut short; not compared with the model's parameters: {why}")
+        return
+    text_only = "--language-model-only" in plan.options
+    found = checkpoint.compare(stored, needed, architecture, capacity.SIZES.get(plan.dtype, 4), text_only)
+    for what, tensors, done, code in (
+        ("missing: the model needs them", found.missing, "", USAGE),
+        ("that the model has no parameter for", found.unknown, "", USAGE if plan.mode == "strict" else 0),
+        ("of the vision tower", found.vision, "not compared", 0),
+        ("of drafts, or that are stored twice", found.skipped, "vLLM skips them", 0),
+    ):
+        if tensors:
+            count = f"{len(tensors)} tensor{'s' * (len(tensors) > 1)} ({human(sum(tensors.values()))})"
+            yield Finding("checkpoint", f"{count} {what}", done, code, tuple(checkpoint.listed(tensors)))
+    if found.shapes:
+        first, *others = found.shapes
+        yield Finding("checkpoint", f"{len(found.shapes)} of another shape: {first}", "", USAGE, tuple(others))
+    complete = f"all {len(needed)} of the model are there" if not (found.missing or found.shapes) else "not the model's"
+    yield Finding("checkpoint", f"{total}; {complete}")
