@@ -2,6 +2,7 @@
 
 import pytest
 
+from conformance.meta.looking import edit, look, model  # noqa: F401 - fixtures
 from shim import dispatch, health, policy
 from shim.op import temporary
 

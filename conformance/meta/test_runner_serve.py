@@ -1,11 +1,13 @@
 """`runner.py serve` from start to end around a stand-in for vLLM: readiness, signals, causes, nothing left behind."""
 
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -34,6 +36,12 @@ def main():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if behaviour == "crashes":
         os.kill(os.getpid(), signal.SIGSEGV)
+    if behaviour == "loses":
+        print("(APIServer pid=7) WARNING 11-30 20:01:30 [shutdown] MPClient: engine core exited unexpectedly; cleanup", flush=True)
+        print("(APIServer pid=7) ERROR vllm.v1.engine.exceptions.EngineDeadError: see above", flush=True)
+        sys.exit(0)
+    if behaviour == "starts":
+        signal.pause()
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -75,6 +83,12 @@ def serve(tmp_path):
         if process.poll() is None:
             process.kill()
             process.wait()
+
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
 
 
 def lines_until(pipe, word):
@@ -147,7 +161,11 @@ def test_a_child_that_ignores_the_signal_is_ended_by_a_second_one(serve):
 
 @pytest.mark.parametrize(
     ("behaviour", "told"),
-    [("dies", "ended by itself with code 0: ValueError: no room for the cache"), ("crashes", "ended by signal 11")],
+    [
+        ("dies", "ended by itself with code 0: ValueError: no room for the cache"),
+        ("crashes", "ended by signal 11"),
+        ("loses", "ended by itself with code 0: engine core exited unexpectedly: killed, or out of memory?"),
+    ],
 )
 def test_a_child_that_ends_by_itself_is_a_failure_with_its_cause(serve, behaviour, told):
     process, _ = serve(behaviour)
@@ -156,6 +174,28 @@ def test_a_child_that_ends_by_itself_is_a_failure_with_its_cause(serve, behaviou
     assert process.returncode == 1
     assert told in out.splitlines()[-1]
     assert is_gone(helper)
+
+
+def test_the_answer_of_another_process_on_the_port_is_not_ready(serve):
+    process, port = serve("starts")
+    helper = helper_of(process)
+    other = http.server.HTTPServer(("127.0.0.1", port), Healthy)
+    threading.Thread(target=other.serve_forever, daemon=True).start()
+    try:
+        out, _ = process.communicate(timeout=60)
+    finally:
+        other.shutdown()
+        other.server_close()
+    assert process.returncode == 1 and is_gone(helper)
+    assert "another process has taken its port" in out.splitlines()[-1] and "opshim: ready" not in out
+
+
+def test_a_dry_run_ends_before_vllm_starts(serve):
+    process, port = serve("serves", "--dry-run")
+    out, log = process.communicate(timeout=60)
+    assert process.returncode == 0, log
+    assert "preflight" in out and f"{port} on 127.0.0.1 is free" in out
+    assert out.splitlines()[-1].startswith("opshim: dry run") and "helper" not in log
 
 
 def test_the_summary_has_the_ops_that_nobody_called():

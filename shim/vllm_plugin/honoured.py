@@ -133,4 +133,4 @@ def _given(rule: Rule, options, environ: Mapping[str, str]) -> Iterator[tuple[st
         if value is not None:
             yield name, value
         elif name in ("--speculative-config", "-sc"):  # vLLM takes its fields one by one, too
-            yield from ((text, "") for text in options.given if text.startswith(f"{name}."))
+            yield from ((text, "") for text in options.given if text.replace("_", "-").startswith(f"{name}."))

@@ -49,12 +49,13 @@ class Options:
         self.given = list(given)
 
     def get(self, *names: str) -> str | None:
-        """The value of an option under any of its names; "" for one without a value, None where it was not given."""
-        for at, text in enumerate(self.given):
+        """The value of an option under any of its names, the last where there are several; "" for one without a value,
+        None where it was not given."""
+        for at, text in reversed(list(enumerate(self.given))):
             name, equals, value = text.partition("=")
             if name.replace("_", "-") in names:
-                follows = self.given[at + 1 : at + 2]
-                return value if equals else follows[0] if follows and not follows[0].startswith("-") else ""
+                follows = next(iter(self.given[at + 1 : at + 2]), "-")
+                return value if equals else follows if re.match(r"[^-]|-\d", follows) else ""
         return None
 
     def __contains__(self, name: str) -> bool:
@@ -285,6 +286,9 @@ def _run(command: list[str], environment: dict[str, str], model: Model, url: str
     if end.signal is not None:
         say(f"stopped by {end.signal.name}")
         return STOPPED
+    if end.displaced:
+        say(f"vLLM was stopped before it was ready: another process has taken its port and answers at {url}")
+        return DIED
     how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended by itself with code {end.code}"
     say(f"vLLM {how}: {end.cause or 'no cause in its log'}")
     return DIED

@@ -28,12 +28,13 @@ _LISTENS = "0A"  # in /proc/net/tcp
 
 @dataclass
 class End:
-    """How the child ended: its exit code, the signal that this process was stopped by (None: it ended by itself), and
-    the first line of its log that looks like a cause."""
+    """How the child ended: its exit code, the signal that this process was stopped by (None: it ended by itself), the
+    first line of its log that looks like a cause, and whether it was stopped because its port was another process's."""
 
     code: int
     signal: signal.Signals | None
     cause: str
+    displaced: bool = False
 
 
 @dataclass
@@ -45,6 +46,7 @@ class Supervisor:
     stop: threading.Event = field(default_factory=threading.Event)
     signals: list[signal.Signals] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
+    displaced: bool = False
 
     def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> End:
         """Starts launch.py with arguments of vLLM's `serve`, and stays until it has ended or a signal ended it."""
@@ -70,7 +72,8 @@ class Supervisor:
             os.close(held)
             for number, handler in before.items():
                 signal.signal(number, handler)
-        return End(child.returncode, self.signals[0] if self.signals else None, self.causes[0] if self.causes else "")
+        first = self.signals[0] if self.signals else None
+        return End(child.returncode, first, self.causes[0] if self.causes else "", self.displaced)
 
     def _stopped(self, number, frame) -> None:
         self.signals.append(signal.Signals(number))
@@ -89,7 +92,7 @@ class Supervisor:
                 if ready:
                     self.on_ready(time.monotonic() - started)
                 else:
-                    self.causes.insert(0, f"another process answers at {self.health}: the port was taken meanwhile")
+                    self.displaced = True
                     deadline = time.monotonic() + GRACE
                     child.send_signal(signal.SIGTERM)
             if deadline:

@@ -1,0 +1,253 @@
+"""What `serve` finds out before the engine is built: every finding, and everything that must stop it, with its words."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+import runner
+import shim
+from conformance.meta.looking import Imports, free, stops
+from conformance.serving.engines import free_port
+from shim.vllm_plugin import honoured, model_class, preflight, preflight_model
+from shim.vllm_plugin.models import ops_for_model
+from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
+from shim.vllm_plugin.supervise import cause_in
+
+QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
+
+
+# ---- nothing stands in the way ---------------------------------------------------------------------------------------
+
+
+def test_the_bundled_model_has_a_finding_of_each_kind_and_none_that_stops(look):
+    plan, told = look()
+    free(told)
+    assert list(told) == [*preflight.CHECKS, "model class"]
+    assert all(len(findings) == 1 for findings in told.values())
+    text = {name: findings[0].text for name, findings in told.items()}
+    assert "cores" in text["device"] and "of memory" in text["device"]
+    assert "libopshim_cpu.so" in text["libraries"] and "none certified" in text["libraries"]
+    assert "heads of 256" in text["shapes"] and text["shapes"].endswith("12 of 12 ops take them")
+    assert text["checkpoint"].startswith("250 tensors, 6.2 MiB, 1 file; all 250")
+    assert plan.max_model_len is None
+
+
+def test_a_dry_run_prints_all_and_says_so(scratch):
+    result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(free_port())])
+    assert result.exit_code == 0, result.output
+    *_, command, last = result.stdout.splitlines()
+    assert "vllm serve" in command and last == "opshim: dry run: nothing stands in the way, nothing is started"
+    assert "qwen3_next.py of vLLM imports" in result.stdout
+    assert list((scratch / "cache" / "imports").iterdir()), "the next start would import it again"
+
+
+def test_a_dry_run_ends_with_the_code_of_what_stands_in_the_way(model, monkeypatch):
+    monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(1_000_000)
+    result = CliRunner().invoke(runner.main, ["serve", str(model), "--dry-run", "--port", str(free_port())])
+    assert result.exit_code == USAGE
+    assert len(result.stderr.splitlines()) == 1
+    assert "model.safetensors is cut short: by its header it has 6502936 bytes, in truth 1000000" in result.stderr
+
+
+# ---- config.json -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("architectures", 5, "a list of names"),
+        ("architectures", ["Qwen3NextForCausalLM", 3], "a list of names"),
+        ("num_hidden_layers", "x", "a whole number from 1 on"),
+        ("num_hidden_layers", True, "a whole number from 1 on"),
+        ("num_hidden_layers", 3, "layer_types must be a list of 3 names"),
+        ("num_attention_heads", 0, "a whole number from 1 on"),
+        ("num_experts", -1, "a whole number from 0 on"),
+        ("head_dim", 2.5, "a whole number from 1 on"),
+        ("layer_types", 7, "a list of names"),
+        ("text_config", [1], "an object"),
+        ("dtype", 16, "a name"),
+    ],
+)
+def test_a_field_of_another_kind_is_named_in_one_line(model, edit, field, value, expected):
+    edit(**{field: value})
+    result = CliRunner().invoke(runner.main, ["serve", str(model), "--dry-run", "--port", str(free_port())])
+    assert result.exit_code == USAGE and len(result.stderr.splitlines()) == 1, result.output
+    assert expected in result.stderr and "config.json" in result.stderr and field in result.stderr or value == 3
+
+
+@pytest.mark.parametrize("fields", [{"kv_lora_rank": 512}, {"model_type": "mamba2"}])
+def test_a_model_that_uses_no_op_is_refused(model, edit, fields):
+    others = dict.fromkeys(("layer_types", "linear_num_value_heads", "num_experts"))
+    edit(**others, **fields, dtype="bfloat16")
+    result = CliRunner().invoke(runner.main, ["serve", str(model), "--dry-run", "--port", str(free_port())])
+    assert (result.exit_code, result.stderr) == (USAGE, "opshim: opshim serves no op of Qwen3NextForCausalLM (model)\n")
+
+
+def test_what_config_json_does_not_say_is_not_guessed(look, edit):
+    edit(num_hidden_layers=None, layer_types=None)
+    _, told = look()
+    free(told)
+    for name in ("shapes", "checkpoint", "KV cache"):
+        assert told[name][0].text == "not checked, as config.json has no num_hidden_layers"
+
+
+# ---- the model class -------------------------------------------------------------------------------------------------
+
+
+def test_an_architecture_that_vllm_does_not_know_stops(look, edit, monkeypatch):
+    edit(architectures=["NobodyForCausalLM"])
+    stops(look()[1], "model class", "knows no NobodyForCausalLM")
+    monkeypatch.setattr(preflight_model, "other_plugins", lambda: ["theirs"])
+    _, told = look()
+    free(told)
+    assert "a plugin (theirs) may bring it" in told["model class"][0].done
+
+
+def test_a_module_that_does_not_import_stops_with_its_exception(look, monkeypatch):
+    monkeypatch.setattr(preflight, "ImportCheck", lambda *names: Imports(*names, "ImportError: no flux_capacitor"))
+    stops(look()[1], "model class", "qwen3_next.py", "does not import: ImportError: no flux_capacitor")
+
+
+def test_the_import_is_made_once_and_its_exception_told(scratch, monkeypatch):
+    monkeypatch.setattr(model_class, "_IMPORT", "raise ImportError('no flux_capacitor')")
+    assert model_class.ImportCheck("X", "vllm.x").result() == "ImportError: no flux_capacitor"
+    monkeypatch.setattr(model_class, "_IMPORT", "")
+    assert model_class.ImportCheck("X", "vllm.x").result() is None
+    assert model_class.ImportCheck("X", "vllm.x").child is None
+    assert model_class.ImportCheck("X", "vllm.y").child is not None
+
+
+def test_the_registry_is_read_without_importing_vllm():
+    found = model_class.registered()
+    assert found["Qwen3NextForCausalLM"] == "vllm.model_executor.models.qwen3_next"
+    assert "Qwen3MoeForCausalLM" in found and len(found) > 100
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "reason", "unused"),
+    [
+        (["--quantization", "fp8"], "not quantized ones", "fused_moe"),
+        (["--kv-cache-dtype=fp8"], "in the model's dtype", "paged_prefill"),
+        (["--kv-cache-dtype", "bfloat16"], "in the model's dtype", "paged_prefill"),
+        (["--speculative-config", '{"method":"ngram"}'], "take tokens back", "gdn_decode"),
+        (["--speculative_config.method", "ngram"], "take tokens back", "gdn_decode"),
+        (["--enable-lora"], "know no adapters", "grouped_gemm"),
+        (["--moe-backend", "triton"], "vLLM's own experts", "moe_sum"),
+        (["--mamba-ssm-cache-dtype", "bfloat16"], "states in float32 or", "gdn_prefill"),
+        (["--model-impl", "transformers"], "vLLM's own model", "topk_softmax"),
+    ],
+)
+def test_an_option_that_takes_ops_away_stops_strict_and_is_told_by_auto(look, options, reason, unused):
+    stops(look(*options)[1], "options", options[0].partition("=")[0].replace("_", "-")[:9], reason, unused)
+    _, told = look(*options, policy="auto")
+    free(told)
+    assert reason in told["options"][0].text and unused in told["options"][0].done
+
+
+@pytest.mark.parametrize("options", [["--uds", "/tmp/socket"], ["--headless"], ["--dtype", "float8"]])
+@pytest.mark.parametrize("policy", ["strict", "auto"])
+def test_an_option_that_no_server_could_honour_stops_every_policy(look, options, policy):
+    told = look(*options, policy=policy)[1]
+    assert [one.code for one in told["options"]] == [USAGE] and options[0] in told["options"][0].text
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [
+            "--kv-cache-dtype",
+            "auto",
+            "--mamba-ssm-cache-dtype",
+            "float32",
+            "--moe-backend",
+            "auto",
+            "--model-impl=vllm",
+        ],
+        ["--kv-cache-dtype", "float16", "--enforce-eager", "--block-size", "64"],
+        ["--all2all-backend", "deepep_low_latency"],
+    ],
+)
+def test_an_option_that_changes_nothing_for_the_ops_does_not_stop(look, options):
+    free(look(*options)[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "environ"),
+    [
+        (["--attention-backend", "FLASHINFER"], {}),
+        (["--block-size", "24"], {}),
+        (["--decode-context-parallel-size", "2"], {}),
+        ([], {"VLLM_BATCH_INVARIANT": "1"}),
+    ],
+)
+def test_what_only_gpus_have_is_asked_of_gpus(options, environ):
+    needed = tuple(ops_for_model(QWEN3_NEXT, "bfloat16"))
+    for device, count in (("cuda", 1), ("cpu", options[:1] == ["--decode-context-parallel-size"])):
+        asked = honoured.Asked(Options(options), "bfloat16", device, False)
+        assert len(list(honoured.refused(asked, needed, environ))) == count
+
+
+def test_an_option_matters_only_to_ops_that_the_model_needs(look, edit):
+    edit(layer_types=["full_attention"] * 4, num_experts=0)
+    told = look("--enable-lora", "--speculative-config", "{}", "--dtype", "bfloat16")[1]
+    assert told["options"][0].text == "opshim honours all that were given"
+
+
+# ---- shapes and dtypes -----------------------------------------------------------------------------------------------
+
+
+def test_a_head_size_above_the_ops_stops_strict_with_the_code_of_an_unserved_op(look, edit):
+    edit(head_dim=320)
+    told = look("--load-format", "dummy")[1]
+    assert {one.code for one in told["shapes"] if "paged_prefill" in one.text} == {UNSERVED}
+    assert "D from 1 to 256, got float16 [1, 2, 320]" in told["shapes"][0].text
+    free(look("--load-format", "dummy", policy="auto")[1])
+
+
+def test_more_experts_than_the_router_takes_stop(look, edit):
+    edit(num_experts=1025)
+    stops(look("--load-format", "dummy")[1], "shapes", "topk_softmax", "1 to 1024 experts", code=UNSERVED)
+
+
+def test_the_guard_of_the_chosen_implementation_is_asked(look):
+    def supports(y, topk_ids=None):
+        return y.dtype == torch.bfloat16 or "needs bfloat16"
+
+    shim.implementation("moe_sum", provider="mine", supports=supports)(lambda y, topk_ids=None: y.sum(1))
+    stops(look()[1], "shapes", "moe_sum: mine does not take it: needs bfloat16", code=UNSERVED)
+    free(look("--dtype", "bfloat16")[1])
+
+
+def test_ranks_get_their_share_of_the_sizes(look):
+    plan, _ = look("--tensor-parallel-size", "2")
+    examples = preflight_model._examples(plan)
+    assert (examples["fused_moe"]["I"], examples["gdn_decode"]["HV"], examples["paged_prefill"]["HQ"]) == (32, 2, 1)
+
+
+# ---- a server that ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        (
+            "(EngineCore pid=7) ERROR 11-30 20:08:45 [x.py:3] Worker proc VllmWorker-0 died unexpectedly (exit code: None)",
+            "Worker proc VllmWorker-0 died unexpectedly: killed, or out of memory?",
+        ),
+        (
+            "(APIServer pid=7) WARNING 11-30 [x.py:8] [shutdown] MPClient: engine core exited unexpectedly; cleanup",
+            "engine core exited unexpectedly: killed, or out of memory?",
+        ),
+        ("ERROR vllm.v1.engine.exceptions.EngineDeadError: dead", "vllm.v1.engine.exceptions.EngineDeadError: dead"),
+        ("(Worker pid=7) INFO worker is well", None),
+    ],
+)
+def test_the_log_tells_a_lost_process_from_an_error(line, cause):
+    assert cause_in(line) == cause

@@ -1,0 +1,125 @@
+"""The preflight's look at a checkpoint: damaged files, and tensors that are missing, skipped or of another shape."""
+
+import json
+
+import pytest
+
+from conformance.meta.looking import free, stops, tensors_of, write
+from shim.vllm_plugin import checkpoint, sizes
+from shim.vllm_plugin.serve import BUNDLED
+
+QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
+
+
+# ---- the checkpoint --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "has 6502936 bytes, in truth 6502935"),
+        (lambda file: file.write_bytes(file.read_bytes() + b"x"), "is damaged: by its header it has 6502936"),
+        (lambda file: file.write_bytes(file.read_bytes()[:5000]), "its header needs 28136 bytes, it has 5000"),
+        (lambda file: file.write_bytes(b""), "no header in its 0 bytes"),
+        (lambda file: file.write_bytes(b"\xff" * 100), "no header in its 100 bytes"),
+        (lambda file: file.write_bytes(b"version https://git-lfs"), "a Git LFS pointer of 23 bytes"),
+        (lambda file: file.write_bytes(file.read_bytes().replace(b'"F16"', b'"F32"', 1)), "damaged header: ValueError"),
+        (lambda file: file.write_bytes(file.read_bytes().replace(b"{", b"[", 1)), "damaged header: JSONDecodeError"),
+    ],
+)
+def test_a_damaged_file_is_named_with_what_is_wrong(look, model, change, words):
+    change(model / "model.safetensors")
+    stops(look()[1], "checkpoint", str(model / "model.safetensors"), words)
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ({"weight_map": {"lm_head.weight": "model-2.safetensors"}}, "names model-2.safetensors, which is not there"),
+        ({"weight_map": {"other": "model.safetensors"}}, "says that other is in model.safetensors, which does not"),
+        ({"weight_map": ["a"]}, "is not an index: expected JSON with a weight_map"),
+        ({"weight_map": {"a": "../../etc/passwd"}}, "is not an index"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files_is_named(look, model, index, words):
+    (model / checkpoint.INDEX).write_text(json.dumps(index))
+    stops(look()[1], "checkpoint", checkpoint.INDEX, words)
+
+
+def test_missing_tensors_are_listed_with_counts_and_bytes(look, model):
+    kept = {name: one for name, one in tensors_of(model).items() if "mlp.experts.3.up_proj" not in name}
+    write(model / "model.safetensors", kept)
+    told = look()[1]
+    stops(told, "checkpoint", "4 tensors (64.0 KiB) missing")
+    assert told["checkpoint"][0].lines == ("model.layers.{0-3}.mlp.experts.3.up_proj.weight: 4 tensors, 64.0 KiB",)
+
+
+def test_drafts_are_skipped_and_strangers_stop_strict(look, model):
+    own = tensors_of(model)
+    draft = {"mtp.layers.0.fc.weight": ("F16", (64, 64)), "mtp.norm.weight": ("F16", (64,))}
+    write(model / "model.safetensors", own | draft)
+    told = look()[1]
+    free(told)
+    assert "2 tensors (8.1 KiB) of drafts" in told["checkpoint"][0].text
+    assert told["checkpoint"][0].lines == (
+        "mtp.layers.0.fc.weight: 8.0 KiB",
+        "mtp.norm.weight: 128 bytes",
+    )
+    write(model / "model.safetensors", own | {"model.layers.4.extra.weight": ("F16", (8,))})
+    stops(look()[1], "checkpoint", "1 tensor (16 bytes) that the model has no parameter for")
+    free(look(policy="auto")[1])
+
+
+def test_a_tensor_of_another_shape_is_named_with_both(look, edit):
+    edit(vocab_size=1000)
+    stops(look()[1], "checkpoint", "2 of another shape", "[1536, 128], the model's is [1000, 128]")
+
+
+def test_an_architecture_without_a_table_is_said_to_be_not_compared(look, edit):
+    edit(architectures=["Qwen3MoeForCausalLM"])
+    _, told = look()
+    free(told)
+    assert told["checkpoint"][0].text.endswith(
+        "not compared with the model's parameters: no table for Qwen3MoeForCausalLM"
+    )
+
+
+QWEN3_5 = QWEN3_NEXT | {"model_type": "qwen3_5_moe_text"}
+QWEN3_5_LAYER = {
+    "linear_attn.in_proj_qkv.weight": (1024, 128),
+    "linear_attn.in_proj_z.weight": (512, 128),
+    "linear_attn.in_proj_b.weight": (4, 128),
+    "linear_attn.in_proj_a.weight": (4, 128),
+    "mlp.experts.gate_up_proj": None,
+    "mlp.shared_expert_gate.weight": (1, 128),
+}
+
+
+def test_qwen3_5_has_its_projections_apart_and_its_experts_in_one_piece():
+    s = sizes.read({"architectures": ["Qwen3_5MoeForConditionalGeneration"], "text_config": QWEN3_5})
+    needed = checkpoint.parameters(s, "Qwen3_5MoeForConditionalGeneration", ["x.mlp.experts.gate_up_proj"])
+    for name, shape in QWEN3_5_LAYER.items():
+        assert needed[f"model.layers.0.{name}"] == shape
+    assert not [name for name in needed if "qkvz" in name or "experts.0." in name]
+    dense = checkpoint.parameters(s, "Qwen3_5ForCausalLM", ())
+    assert dense["model.layers.0.mlp.gate_proj.weight"] == (128, 128) and not [
+        name for name in dense if "experts" in name
+    ]
+
+
+@pytest.mark.parametrize(("text_only", "skipped"), [(True, 1), (False, 0)])
+def test_the_vision_tower_is_told_apart_and_prefixes_are_seen_through(text_only, skipped):
+    architecture = "Qwen3_5MoeForConditionalGeneration"
+    needed = {"model.norm.weight": (4,), "lm_head.weight": (2, 4)}
+    one = checkpoint.Stored("f", "F16", (4,), 8)
+    stored = {"model.language_model.norm.weight": one, "model.visual.patch.weight": one}
+    found = checkpoint.compare(stored, needed, architecture, 2, text_only)
+    assert found.missing == {"lm_head.weight": 16} and not found.unknown
+    assert (len(found.skipped), len(found.vision)) == (skipped, 1 - skipped)
+
+
+def test_a_table_has_every_parameter_of_vllms_own_model():
+    """The bundled checkpoint is one that vLLM loads whole: what the table needs is what is in it."""
+    s = sizes.read(QWEN3_NEXT)
+    stored = checkpoint.read(BUNDLED)
+    assert checkpoint.parameters(s, "Qwen3NextForCausalLM", stored) == {name: one.shape for name, one in stored.items()}
