@@ -66,6 +66,7 @@ def test_a_dry_run_ends_with_the_code_of_what_stands_in_the_way(model, monkeypat
         ("num_hidden_layers", 3, "layer_types must be a list of 3 names"),
         ("num_attention_heads", 0, "a whole number from 1 on"),
         ("num_experts", -1, "a whole number from 0 on"),
+        ("intermediate_size", [128, "x"], "a whole number from 0 on"),
         ("head_dim", 2.5, "a whole number from 1 on"),
         ("layer_types", 7, "a list of names"),
         ("text_config", [1], "an object"),
@@ -93,6 +94,13 @@ def test_what_config_json_does_not_say_is_not_guessed(look, edit):
     free(told)
     for name in ("shapes", "checkpoint", "KV cache"):
         assert told[name][0].text == "not checked, as config.json has no num_hidden_layers"
+
+
+def test_a_size_per_layer_is_no_error_and_not_compared(look, edit):
+    edit(moe_intermediate_size=[64] * 4)
+    _, told = look()
+    free(told)
+    assert told["shapes"][0].text == "not checked, as config.json has a moe_intermediate_size per layer"
 
 
 # ---- the model class -------------------------------------------------------------------------------------------------

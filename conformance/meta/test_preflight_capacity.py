@@ -50,6 +50,23 @@ def test_pages_are_those_of_vllm(monkeypatch, fields, options, dtype, device, ex
     assert (need.block, need.page, need.attention, need.states) == expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "plain"),
+    [
+        ({}, True),
+        ({"sliding_window": 4096}, False),
+        ({"sliding_window": 4096, "use_sliding_window": False}, True),
+        ({"sliding_window": None}, True),
+        ({"layer_types": ["full_attention", "sliding_attention"] * 2}, False),
+        ({"layer_types": None, "linear_num_value_heads": None, "mamba_d_state": 16}, False),
+        ({"layer_types": ["linear_attention"] * 4}, False),  # does not grow
+    ],
+)
+def test_caches_of_other_kinds_are_not_estimated(fields, plain):
+    need = capacity.demand(sizes.read(QWEN3_NEXT | fields), Options([]), "float16", "cpu")
+    assert (need is not None) == plain
+
+
 def test_capacity_is_what_vllm_says_of_the_bundled_model(monkeypatch):
     """vLLM 0.32: "CPU KV cache size: 599,186 tokens, Maximum concurrency for 2,048 tokens per request: 292.57x", and of
     1,046,785 tokens per request "the estimated maximum model length is 1046784"."""

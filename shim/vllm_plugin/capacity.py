@@ -57,11 +57,11 @@ class Demand:
 
 
 def demand(sizes: Sizes, options, dtype: str, device: str) -> Demand | None:
-    """None for a model without attention, whose cache does not grow. `options`: vLLM's, as in serve.py."""
+    """None for a model whose cache is of another kind, or does not grow. `options`: vLLM's, as in serve.py."""
     ranks = whole(options, 1, "--tensor-parallel-size", "-tp")
     stages = whole(options, 1, "--pipeline-parallel-size", "-pp")
     attention, linear = (-(-count // stages) for count in (sizes.attention_layers, sizes.linear_layers))
-    if not attention:
+    if not attention or not sizes.has_plain_cache:
         return None
     cache = options.get("--kv-cache-dtype")
     item = SIZES.get(dtype if cache in FULL_SIZE else cache, 1)

@@ -131,9 +131,10 @@ def weights(plan: Plan) -> Iterator[Finding]:
         return
     text_only = "--language-model-only" in plan.options
     found = checkpoint.compare(stored, needed, architecture, capacity.SIZES.get(plan.dtype, 4), text_only)
+    stranger = ("", USAGE) if plan.mode == "strict" else ("left to vLLM, which refuses what it does not know", 0)
     for what, tensors, done, code in (
         ("missing: the model needs them", found.missing, "", USAGE),
-        ("that the model has no parameter for", found.unknown, "", USAGE if plan.mode == "strict" else 0),
+        ("that the model has no parameter for", found.unknown, *stranger),
         ("of the vision tower", found.vision, "not compared", 0),
         ("of drafts, or that are stored twice", found.skipped, "vLLM skips them", 0),
     ):

@@ -17,6 +17,19 @@ COUNTS = {  # whole numbers, and the least that each may be
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 0),
 }
 FULL, LINEAR = "full_attention", "linear_attention"
+# Fields of models whose caches are of other kinds: latent, windowed, shared between layers, states of other formulas.
+OTHER_CACHES = (
+    *("kv_lora_rank", "sliding_window", "attention_chunk_size", "num_kv_shared_layers", "is_encoder_decoder"),
+    *(
+        "attn_layer_indices",
+        "attn_layer_period",
+        "hybrid_override_pattern",
+        "layers_block_type",
+        "ssm_cfg",
+        "state_size",
+    ),
+    *("mamba_d_state", "block_configs"),
+)
 
 
 class ConfigError(OpshimError):
@@ -42,13 +55,27 @@ def check_types(config: Mapping, where: str) -> None:
     for part in {id(part): part for part in (config, text_of(config))}.values():
         for name, least in COUNTS.items():
             value = part.get(name)
-            whole = isinstance(value, int) and not isinstance(value, bool) and value >= least
-            need(value is None or whole, name, value, f"a whole number from {least} on")
+            each = value if isinstance(value, list) and value else [value]  # some models give one per layer
+            need(
+                value is None or all(_is_count(one, least) for one in each),
+                name,
+                value,
+                f"a whole number from {least} on",
+            )
         for name in ("dtype", "torch_dtype", "model_type"):
             need(isinstance(part.get(name), str | None), name, part.get(name), "a name")
         kinds, layers = part.get("layer_types"), part.get("num_hidden_layers")
         need(kinds is None or _strings(kinds), "layer_types", kinds, "a list of names")
-        need(not kinds or not layers or len(kinds) == layers, "layer_types", kinds, f"a list of {layers} names")
+        need(
+            not kinds or not isinstance(layers, int) or len(kinds) == layers,
+            "layer_types",
+            kinds,
+            f"a list of {layers} names",
+        )
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _strings(value: Any) -> bool:
@@ -81,6 +108,13 @@ class Sizes:
     @property
     def linear_layers(self) -> int:
         return sum(kind == LINEAR for kind in self.kinds)
+
+    @property
+    def has_plain_cache(self) -> bool:
+        """Whether every layer keeps all keys and values, or a state of Gated DeltaNet, and nothing else."""
+        windows = self.config.get("use_sliding_window", True)
+        others = [name for name in OTHER_CACHES if self.config.get(name) and (windows or name != "sliding_window")]
+        return set(self.kinds) <= {FULL, LINEAR} and not others
 
     def need(self, name: str) -> int:
         """A field of config.json that is not among these; ConfigError where it is absent."""
@@ -123,4 +157,6 @@ def _get(text: Mapping, *names: str, default: int | None = None) -> int:
     given = next((text[name] for name in names if text.get(name) is not None), default)
     if given is None:
         raise ConfigError(f"config.json has no {names[0]}")
+    if isinstance(given, list):
+        raise ConfigError(f"config.json has a {names[0]} per layer")
     return given
