@@ -6,17 +6,19 @@
 //   B [16,8]    b0 (c, r)  b1 (c + 8, r)                                        pairs along the first index
 //   C [16,8]    c0 c1 (r, c)  c2 c3 (r + 8, c)                                  float32
 // So the results of two products side by side, rounded, are a fragment A of the next.
+// Of m16n8k8 with tf32 they are the same with k in another order, which sums do not see:
+//   A [16,8]    a0 (r, c)  a1 (r + 8, c)  a2 (r, c + 1)  a3 (r + 8, c + 1)
+//   B [8,8]     b0 (c, r)  b1 (c + 1, r)
+// So a result is an operand A of the next as it is, and an operand B of its transpose.
 #pragma once
-#include "opshim.cuh"
+#include "copies.cuh"
 
 namespace {
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return uint32_t(__cvta_generic_to_shared(pointer));
+// `threads` threads of the block, from wherever their warps are. Barrier 0 is __syncthreads'.
+__device__ __forceinline__ void meet(int threads, int barrier = 1) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
-
-// `threads` threads of the block, from wherever their warps are.
-__device__ __forceinline__ void meet(int threads) { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 // ---- barriers in shared memory: a phase is over when `count` have arrived and all bytes expected have come ----------
 
@@ -50,11 +52,6 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
 
 // ---- copies from global to shared memory ----------------------------------------------------------------------------
 
-// 16 bytes; 16 zeros, and nothing read, where they are not real
-__device__ __forceinline__ void copy_async(void* to, const void* from, bool real = true) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(real ? 16 : 0)
-               : "memory");
-}
 // Arrives when all copies of 16 bytes that this thread has started are there.
 __device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
@@ -110,14 +107,10 @@ __device__ __forceinline__ void arrive_at(Barrier& barrier, int) { arrive(barrie
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
-// Four matrices of 8 x 8: lane l names row l % 8 of matrix l / 8. Lane l gets elements (r, c), (r, c + 1) of each; of
-// its transpose with the second.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row))
-               : "memory");
+  load_matrices(to, shared_address(row));
 }
+// Likewise of the transposes.
 __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -134,6 +127,40 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t (&a)[4], uint3
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// ---- float32 as sums of two tf32, as exact: what a product leaves out is some 2^-23 of it ---------------------------
+
+// To the nearest, in two instructions. The hardware drops the bits after tf32's: low parts may keep them.
+__device__ __forceinline__ float to_tf32(float x) {
+  return __uint_as_float((__float_as_uint(x) + 0x1000) & 0xffffe000);
+}
+__device__ __forceinline__ void mma_tf32(float (&c)[4], const float (&a)[4], float b0, float b1) {
+  const auto bits = [](float x) { return __float_as_uint(x); };
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(bits(a[0])), "r"(bits(a[1])), "r"(bits(a[2])), "r"(bits(a[3])), "r"(bits(b0)), "r"(bits(b1)));
+}
+
+struct alignas(16) Pair {  // a lane's two elements of an operand B
+  float high0, high1, low0, low1;
+};
+__device__ __forceinline__ Pair pair_of(float x, float y) {
+  const float x0 = to_tf32(x), y0 = to_tf32(y);
+  return {x0, y0, x - x0, y - y0};
+}
+struct Parts {  // an operand A
+  float high[4], low[4];
+  __device__ __forceinline__ explicit Parts(const float (&c)[4]) {  // from a fragment C
+    constexpr int from[4] = {0, 2, 1, 3};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) high[i] = to_tf32(c[from[i]]), low[i] = c[from[i]] - high[i];
+  }
+};
+__device__ __forceinline__ void multiply(float (&sum)[4], const Parts& a, const Pair& b) {
+  mma_tf32(sum, a.low, b.high0, b.high1);
+  mma_tf32(sum, a.high, b.low0, b.low1);
+  mma_tf32(sum, a.high, b.high0, b.high1);
 }
 
 // The larger of two; NaN if one is.

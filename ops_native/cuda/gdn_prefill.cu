@@ -68,8 +68,8 @@ int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void*
   for (int64_t first = 0; first < chunks; first += plan.held) {
     const Part part = {first, first + plan.held < chunks ? first + plan.held : chunks};
     const int64_t count = part.end - part.first;
-    int status = launch(local_kernel<T, K>, dim3(count * p.H), dim3(kLocalThreads), sizeof(LocalShared), stream, p,
-                        in.q, in.k, scratch, part, packs);
+    int status = launch(local_kernel<T, K>, dim3(count * p.H * ceil_div<int64_t>(p.HV / p.H, kHeads)),
+                        dim3(kLocalThreads), sizeof(LocalShared<K>), stream, p, in.q, in.k, scratch, part, packs);
     if (status != kOk) return status;
     const bool by_chunk = count < p.N;
     status = launch_clusters(plan.cluster, scan_kernel<T, K>, dim3((by_chunk ? count : p.N) * p.HV * (p.V / kSlice)),

@@ -21,7 +21,8 @@
 // was there on the way) is found out by both phases. Such a slice of a state is left as it was, and taken through the
 // whole sequence token by token afterwards.
 //
-// A matrix of halves is kept as matrices of 8 x 8, 128 bytes each: the unit of ldmatrix, without bank conflicts.
+// Keys and queries are kept as matrices of 8 x 8, 128 bytes each: the unit of ldmatrix, without bank conflicts. The
+// triangles' tiles of 16 x 16 are kept as two operands B of mma.sync, a lane's parts together: rows 0 to 7, 8 to 15.
 #pragma once
 #include "gdn_mma.cuh"
 #include "gdn_prefill.cuh"
@@ -44,8 +45,8 @@ struct Scalars {  // of one chunk and value head; per token:
   float write[kChunk];  // a correction on its way into the state, below 1 ...
   float write_up;       // ... but for this factor; 0 where nothing is written
   float decay;          // of the whole chunk
-  int32_t irregular;    // not finite, or beyond the range of halves
-  int32_t unused;
+  int32_t unused[2];
+  int32_t irregular[4];  // by row of tiles: not finite, or beyond the range of halves
 };
 
 struct HeadChunk {  // what phase 1 hands to phase 2 per chunk and value head
@@ -91,6 +92,13 @@ template <int kTop> __device__ __forceinline__ Power power_for(float magnitude) 
 __device__ __forceinline__ bool scales(float magnitude) {
   return magnitude == 0.0f || (magnitude >= 0x1p-100f && magnitude <= 0x1p100f);
 }
+
+// Two neighbours, the first in the lower half.
+template <class T> __device__ __forceinline__ float2 unpack(uint32_t two);
+template <> __device__ __forceinline__ float2 unpack<bf16>(uint32_t two) {
+  return {__uint_as_float(two << 16), __uint_as_float(two & 0xffff0000)};
+}
+template <> __device__ __forceinline__ float2 unpack<f16>(uint32_t two) { return __half22float2((const __half2&)two); }
 
 // x as the sum of two halves.
 __device__ __forceinline__ void split(float x, float y, uint32_t& high, uint32_t& low) {

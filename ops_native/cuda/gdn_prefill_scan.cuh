@@ -52,10 +52,11 @@ __device__ __forceinline__ void fetch(Stage<T, K>& to, Barrier& full, const Sour
   }
 #else
 #pragma unroll 4
-  for (int i = lane; i < keys / 16; i += kWarp) copy_async((uint4*)to.keys + i, (const uint4*)from.keys + i);
+  for (int i = lane; i < keys / 16; i += kWarp)
+    copy_async(shared_address((uint4*)to.keys + i), (const uint4*)from.keys + i, true);
 #pragma unroll 4
   for (int i = lane; i < int(sizeof(HeadChunk) / 16); i += kWarp)
-    copy_async((uint4*)&to.head + i, (const uint4*)from.head + i);
+    copy_async(shared_address((uint4*)&to.head + i), (const uint4*)from.head + i, true);
 #endif
 #pragma unroll
   for (int i = lane; i < kChunk * kSlice / 8; i += kWarp) {
@@ -64,7 +65,7 @@ __device__ __forceinline__ void fetch(Stage<T, K>& to, Barrier& full, const Sour
     const T* at = from.values + (real ? token : 0) * from.token_stride + eight * 8;
     T* place = to.values + value_offset(token, eight);
     if (from.packs) {
-      copy_async(place, at, real);
+      copy_async(shared_address(place), at, real);
     } else {
 #pragma unroll
       for (int j = 0; j < 8; ++j) place[j] = real ? at[j] : T(0.0f);

@@ -26,11 +26,6 @@ __device__ __forceinline__ int value_offset(int token, int eight) {
   return token * kSlice + (eight ^ (token / 2 % 4)) * 8;
 }
 
-template <class T> __device__ __forceinline__ float2 unpack(uint32_t two) {
-  const Pack<T, 2>& pair = (const Pack<T, 2>&)two;
-  return {to_f32(pair.at[0]), to_f32(pair.at[1])};
-}
-
 // A lane's parts of a fragment lie 512 bytes apart, so that it takes two accesses without bank conflicts.
 __device__ __forceinline__ void store(Fragment (&to)[kWarp], int lane, const Fragment& f) {
   ((uint4*)to)[lane] = *(const uint4*)f.high, ((uint4*)to)[kWarp + lane] = *(const uint4*)f.low;
@@ -41,6 +36,11 @@ __device__ __forceinline__ Fragment load(const Fragment (&from)[kWarp], int lane
   return f;
 }
 
+__device__ __forceinline__ bool irregular_chunk(const Scalars& scalars) {
+  const int4 rows = *(const int4*)scalars.irregular;
+  return rows.x | rows.y | rows.z | rows.w;
+}
+
 // 16 rows of `a` times the rows of a lower triangle, tile row i of it: the product of two parts each, less that of the
 // low ones. Sums are taken apart, for three chains in place of one.
 __device__ __forceinline__ void triangle_rows(float (&sum)[2][4], const Fragment (&a)[4], const f16* triangle, int i) {
@@ -49,9 +49,8 @@ __device__ __forceinline__ void triangle_rows(float (&sum)[2][4], const Fragment
   for (int j = 0; j < 4; ++j) {
     if (j && j > i) continue;
     uint32_t high[4], low[4];
-    const f16* tile = triangle + tile_offset(i, j) + threadIdx.x % kWarp * 8;
-    load_matrices(high, tile);
-    load_matrices(low, tile + 256);
+    const uint4* tile = (const uint4*)(triangle + tile_offset(i, j)) + threadIdx.x % kWarp;
+    *(uint4*)high = tile[0], *(uint4*)low = tile[kWarp];
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       mma(left[n], a[j].low, high[2 * n], high[2 * n + 1]);
@@ -143,7 +142,7 @@ template <class T, int K> struct Updating {
     }
     float top0, top1;
     row_tops(product, top0, top1);
-    irregular |= !scales(top0) || !scales(top1) || now.head.scalars.irregular;
+    irregular |= !scales(top0) || !scales(top1) || irregular_chunk(now.head.scalars);
     const Power power0 = power_for<kTopState>(top0), power1 = power_for<kTopState>(top1);
     Fragment a[4];
 #pragma unroll
