@@ -6,7 +6,7 @@ import torch
 
 from conformance.case import FLOATS
 from conformance.cases.moe import NAN, drop_some, garbage_behind, nan_in_unchosen
-from conformance.properties.roles import Roles, Route, rows_alone, rows_shuffled, shuffled
+from conformance.properties.roles import Roles, Route, rows_alone, rows_shuffled, shuffled, take
 
 
 def drop_slots(arguments):
@@ -121,6 +121,14 @@ def blocks(arguments, order):
     return {"sorted_token_ids": tokens, "expert_ids": experts, "num_tokens_post_padded": count}
 
 
+def slots_alone(arguments, slots):
+    """Of x with a row per slot; the places of the others in the blocks become filling."""
+    place = torch.full((len(arguments["x"]) + 1,), len(slots), dtype=torch.int32, device=slots.device)
+    place[slots] = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+    blocks = arguments["sorted_token_ids"].clamp(max=len(arguments["x"]))
+    return take(arguments, slots, "x") | {"sorted_token_ids": place[blocks.long()]}
+
+
 GEMM = Roles(
     "grouped_gemm",
     sizes=(
@@ -128,6 +136,7 @@ GEMM = Roles(
         {"T": 9, "E": 24, "topk": 2, "N": 33, "K": 64, "block_size": 8, "row_per_slot": True},
     ),
     busy={"T": 150, "E": 8, "N": 160, "K": 128},
+    large=({"T": 8200, "E": 2, "topk": 1, "N": 2**18, "K": 8}, slots_alone),  # field bug 13
     residues=[{"T": 9, "E": 2, "topk": 1, "N": 67 - k, "K": k} for k in range(1, 67)],
     all_residues=[{"T": t, "E": 2, "N": 131 - k, "K": k} for t in (1, 40) for k in range(1, 131)],
     irrelevant=nan_where_nobody_looks,

@@ -28,8 +28,9 @@ def test_convicted_by_a_case_named_after_the_fault(mutant):
 
 @pytest.mark.parametrize("mutant", OTHERS, ids=[mutant.id for mutant in OTHERS])
 def test_convicted_at_its_level(mutant, selection):
-    """Cases that fill gigabytes are tried at that level only: pytest conformance/meta/test_mutants.py --level exhaustive"""
-    lean, large = ([case for case in named(mutant) if bool(case.memory) is fills] for fills in (False, True))
+    """Rows far apart take no memory on a CPU; cases that fill it are tried at that level only:
+    pytest conformance/meta/test_mutants.py --level exhaustive"""
+    lean, large = ([case for case in named(mutant) if ("far" in case.sizes) is lean] for lean in (True, False))
     if next(convictions(mutant, lean), None):
         return
     if large and selection.level != mutant.level:

@@ -194,7 +194,8 @@ def worth(ops: Sequence[str] = ()) -> None:
         for mutant in mutants:
             marks = [found[mutant.op, mutant.name].get(name, "") for name in NAMES]
             each.append(table_line([mutant.op, mutant.name, mutant.fault, *marks]))
-        out.write_text(REPORT.format(table=table, each="\n".join(each)))
+        large = sum(one.level != "quick" and found[one.op, one.name][SUITE] != NO_MEMORY for one in mutants)
+        out.write_text(REPORT.format(table=table, large=large, each="\n".join(each)))
 
 
 def table_line(cells: Sequence[str]) -> str:
@@ -205,13 +206,13 @@ REPORT = """# What the suite is worth
 
 Wrong implementations (`conformance/mutants/wrong`), and how many of them each way of testing convicts. Made by
 `python runner.py mutants`; `conformance/mutants/worth.py` says how each way was used. The last row counts right
-implementations (`conformance/mutants/right`) that it convicts as well. Those of gpucheck all come from inputs at the largest float32:
-a sum overflows or not by the order of its terms, and the plain comparison takes either for wrong.
+implementations (`conformance/mutants/right`) that it convicts as well. Those of gpucheck all come from inputs at the
+largest float32: a sum overflows or not by the order of its terms, and the plain comparison takes either for wrong.
 
 {table}
 
-Faults that show only beyond 2^31 elements are convicted at level exhaustive. Not counted is what `needs more memory`
-than there was.
+{large} of them show only beyond 2^31 elements, where this suite alone looks, at level exhaustive. Not counted is what
+`needs more memory` than there was.
 
 ## Each mutant
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -10,11 +11,12 @@ from torch import Tensor
 from conformance.case import Case
 from conformance.compare import Finding
 from conformance.memory import Watch
-from conformance.properties.roles import Roles
+from conformance.properties.roles import Arguments, Roles
 from conformance.properties.trial import Trial, case
 from conformance.run import Ended, lacks_memory
 
 FAR = 2**31  # elements from the first row to the last
+FILLS = 17 * 2**30  # bytes for an output of so many elements of 2 bytes, computed in float32
 
 
 def cases(roles: Roles) -> list[Case]:
@@ -28,7 +30,15 @@ def cases(roles: Roles) -> list[Case]:
         *(one for layout in (rows, elements, transposed) for one in each("strided", layout, {"by": layout.__name__})),
         *(one for by in (1, 3) for one in each("misaligned", lambda tensor, by=by: shifted(tensor, by), {"by": by})),
         *each("large_offsets", far_apart, {"far": "rows"}, level="exhaustive"),
+        *(large_outputs(roles) if roles.large else ()),
     ]
+
+
+def large_outputs(roles: Roles) -> list[Case]:
+    sizes, alone = roles.large
+    check = partial(large_output, alone=alone)
+    halves = [dtype for dtype in roles.dtypes if dtype.itemsize == 2]
+    return [case(roles, "large_offsets", check, sizes, dtype, level="exhaustive", memory=FILLS) for dtype in halves]
 
 
 def one_by_one_and_all(trial: Trial, layout: Callable[[Tensor], Tensor | None]) -> list[Finding]:
@@ -97,6 +107,19 @@ def garbage(like: Tensor, shape) -> Tensor:
 
 
 # ---- more than 2^31 elements -----------------------------------------------------------------------------------------
+
+
+def large_output(trial: Trial, alone: Callable[[Arguments, Tensor], Arguments]) -> list[Finding]:
+    """The first and last rows are those that a call of them alone gives: of the others no exact answer is needed."""
+    output = trial.call(trial.fresh())["output"]
+    rows = torch.arange(len(output), device=output.device)[[*range(8), *range(-8, 0)]]
+    assert len(output) * output.stride(0) > FAR
+    output = output[rows]
+
+    def part(call, arguments):
+        return call(alone(arguments, rows))
+
+    return trial.judged({"output": output}, trial.answers(part, part), text="of the first and the last 8 rows")
 
 
 def rows_apart(tensor: Tensor) -> bool:

@@ -62,6 +62,8 @@ class Roles:
     residues    sizes over every residue of tiles, chunks and vectors, each a tiny problem; all_residues: on level
                 exhaustive in their place
     busy        sizes at which the work is shared by threads
+    large       sizes at which the output has more than 2^31 elements in rows, and (arguments, rows) -> those of a call
+                that gives these rows alone
     compare     as of a `Case`
     """
 
@@ -70,6 +72,7 @@ class Roles:
     busy: dict[str, Any]
     residues: Sequence[dict[str, Any]]
     all_residues: Sequence[dict[str, Any]] = ()
+    large: tuple[dict[str, Any], Callable[[Arguments, Tensor], Arguments]] | None = None
     routes: Sequence[Route] = ()
     dtypes: Sequence[torch.dtype] = FLOATS
     prepare: Callable[[Arguments], Arguments | None] | None = None
