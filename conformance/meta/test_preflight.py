@@ -254,6 +254,11 @@ def test_ranks_get_their_share_of_the_sizes(look):
             "engine core exited unexpectedly: killed, or out of memory?",
         ),
         ("ERROR vllm.v1.engine.exceptions.EngineDeadError: dead", "vllm.v1.engine.exceptions.EngineDeadError: dead"),
+        (
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}: killed, or out"
+            " of memory?",
+        ),
         ("(Worker pid=7) INFO worker is well", None),
     ],
 )

@@ -32,6 +32,14 @@ def test_a_damaged_file_is_named_with_what_is_wrong(look, model, change, words):
     stops(look()[1], "checkpoint", str(model / "model.safetensors"), words)
 
 
+def test_tensors_that_share_bytes_are_a_damaged_header(tmp_path):
+    header = {name: {"dtype": "U8", "shape": [16], "data_offsets": [at, at + 16]} for name, at in (("a", 0), ("b", 8))}
+    text = json.dumps(header).encode()
+    (tmp_path / "f.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(24))
+    with pytest.raises(checkpoint.CheckpointError, match="damaged header: ValueError: b of U8 .16. at bytes 8 to 24"):
+        checkpoint.read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("index", "words"),
     [

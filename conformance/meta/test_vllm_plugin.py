@@ -173,6 +173,8 @@ def test_a_hybrid_mixture_needs_every_op_in_float16_and_no_matmul_elsewhere():
         ({"num_experts": 8, "quantization_config": {"quant_method": "fp8"}}, ATTENTION),
         ({"text_config": {"layer_types": ["linear_attention"]}}, GATED_DELTA_NET),
         ({"linear_num_value_heads": 4}, ATTENTION | GATED_DELTA_NET),
+        ({"kv_lora_rank": 512, "num_experts": 8}, EXPERTS),
+        ({"model_type": "mamba2"}, set()),
     ],
 )
 def test_ops_follow_from_the_configuration(config, needed):

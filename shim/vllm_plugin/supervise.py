@@ -126,11 +126,10 @@ class Supervisor:
 
 def cause_in(line: str) -> str | None:
     """What a line of vLLM's log says of why it ends, if anything."""
-    lost = _LOST.search(line)
-    if lost:
-        return f"{lost['words']}: killed, or out of memory?"
-    found = _CAUSE.match(line)
-    return found and found["words"]
+    lost, found = _LOST.search(line), _CAUSE.match(line)
+    words = lost["words"] if lost else found and found["words"]
+    # what points to a cause above it is the first to be found where there is none
+    return f"{words}: killed, or out of memory?" if lost or (words and "root cause" in words) else words
 
 
 def is_served_by(group: int, port: int) -> bool:
