@@ -255,9 +255,8 @@ def test_ranks_get_their_share_of_the_sizes(look):
         ),
         ("ERROR vllm.v1.engine.exceptions.EngineDeadError: dead", "vllm.v1.engine.exceptions.EngineDeadError: dead"),
         (
-            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
-            "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}: killed, or out"
-            " of memory?",
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed: {}",
+            "RuntimeError: Engine core initialization failed. See root cause above. Failed: {}: killed, or out of memory?",
         ),
         ("(Worker pid=7) INFO worker is well", None),
     ],
