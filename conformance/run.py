@@ -12,11 +12,14 @@ so that an element nobody wrote shows.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -144,12 +147,13 @@ def run(case: Case, target: Target, base_seed: int = 0) -> Result:
         return result.skipped("not_offered", target.missing)
     if target.unavailable:
         return result.failed("unavailable", target.unavailable)
-    lacking = case.memory and lacks_memory(target.device, case.memory)
-    if lacking:
-        return result.skipped("no_memory", lacking)
     target = replace(target, calls=[])
     judgement = _must_refuse if case.raises else _must_hold if case.check else _must_be_right
-    judgement(case, target, result)
+    with much_memory(target.device) if case.memory else nullcontext():
+        lacking = case.memory and lacks_memory(target.device, case.memory)
+        if lacking:
+            return result.skipped("no_memory", lacking)
+        judgement(case, target, result)
     if result.status == "fail" and not result.arguments:
         last = target.calls[-1:] or [in_words(case.arguments(target.device, result.seed))]
         result.arguments = last[0]
@@ -227,6 +231,21 @@ def lacks_memory(device: str, size: int) -> str:
     else:
         free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
     return f"needs {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if free < size else ""
+
+
+@contextmanager
+def much_memory(device: str):
+    """One process of this machine's user at a time is inside per device, so that what is free is free for it; what its
+    tensors leave in torch's cache is given back at the end."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "all") if device == "cuda" else ""
+    path = Path(tempfile.gettempdir()) / f"opshim-memory-{os.getuid()}-{device}{gpu.replace('/', '_')}.lock"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            if device == "cuda":
+                torch.cuda.empty_cache()
 
 
 @contextmanager

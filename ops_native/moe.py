@@ -206,7 +206,8 @@ def _scratch_bytes(slots: int, experts: int, inner: int, hidden: int, dtype: tor
     """What lies between fused_moe's kernels: each slot's hidden row and result, the groups of slots and their tiles."""
     result = 2 if dtype is torch.bfloat16 and slots * hidden > 1 << 23 else 4
     row = (6 if dtype is torch.float16 else 4) * inner + result * hidden
-    return slots * (row + 8) + 32 * min(slots, experts + slots // 8) + 8 * 256
+    groups = 4 * experts * (1 if slots <= 2048 else 128)
+    return slots * (row + 8) + 32 * min(slots, experts + slots // 8) + groups + 9 * 256
 
 
 @shim.native(

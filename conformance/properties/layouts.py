@@ -20,16 +20,16 @@ FILLS = 17 * 2**30  # bytes for an output of so many elements of 2 bytes, comput
 
 
 def cases(roles: Roles) -> list[Case]:
-    def each(kind, layout, label, level="quick"):
+    def each(kind, layout, label, **how):
         def check(trial):
             return large_offsets(trial) if layout is far_apart else one_by_one_and_all(trial, layout)
 
-        return [case(roles, kind, check, roles.sizes[0], dtype, label, level=level) for dtype in roles.dtypes]
+        return [case(roles, kind, check, roles.sizes[0], dtype, label, **how) for dtype in roles.dtypes]
 
     return [
         *(one for layout in (rows, elements, transposed) for one in each("strided", layout, {"by": layout.__name__})),
         *(one for by in (1, 3) for one in each("misaligned", lambda tensor, by=by: shifted(tensor, by), {"by": by})),
-        *each("large_offsets", far_apart, {"far": "rows"}, level="exhaustive"),
+        *each("large_offsets", far_apart, {"far": "rows"}, level="exhaustive", memory=FAR * 4),
         *(large_outputs(roles) if roles.large else ()),
     ]
 

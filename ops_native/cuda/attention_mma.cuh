@@ -62,27 +62,4 @@ __device__ __forceinline__ float fast_exp2(float x) {
   return result;
 }
 
-// A kernel launched to follow another may start before that one ends: it waits here for its results. Where the other
-// says that it may be followed, its last blocks need not have ended for the follower's first to be set up.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// As `launch`, of a kernel that waits for the previous one itself
-template <class... Parameters, class... Arguments>
-int launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, void* stream, Arguments... arguments) {
-  cudaLaunchAttribute early;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  const cudaLaunchConfig_t config{grid, block, 0, cudaStream_t(stream), &early, capability() >= 90 ? 1u : 0u};
-  return status_of(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
-}
-
 }  // namespace

@@ -97,19 +97,30 @@ int64_t most_tiles_of(const Moe& m, int width) {
   return min(most, m.slots());
 }
 
-int launch_groups(const Moe& m, int width, int32_t* sorted, Tile* tiles, Totals* totals) {
-  const int64_t most = (shared_memory_limit() - 2048) / int64_t(sizeof(int32_t)) / m.experts;
-  const int64_t warps = min(min(most, ceil_div<int64_t>(m.slots(), kWarp)), int64_t(kGroupThreads / kWarp));
+int64_t chunk_of(const Moe& m) {  // how many slots a block groups
+  if (m.slots() <= 2 * kChunkSlots) return max(m.slots(), int64_t(1));
+  return max(int64_t(kChunkSlots), ceil_div<int64_t>(m.slots(), kMostChunks));
+}
+
+int launch_groups(const Moe& m, int width, int32_t* of_chunks, int32_t* sorted, Tile* tiles, Totals* totals) {
+  const int64_t most = (shared_memory_limit() - 2048) / int64_t(sizeof(int32_t)) / m.experts, chunk = chunk_of(m);
+  const int64_t warps = min(min(most, ceil_div<int64_t>(chunk, kWarp)), int64_t(kGroupThreads / kWarp));
   if (warps < 1) return kBadArgument;  // tens of thousands of experts
   const int64_t threads = max(warps, min(ceil_div<int64_t>(m.experts, kWarp), int64_t(8))) * kWarp;
-  return launch(group_kernel, dim3(1), dim3(unsigned(threads)), size_t(warps * m.experts * sizeof(int32_t)), m.stream,
-                m.ids, m.map, m.slots(), m.experts, m.map_size, width, warps, sorted, tiles, totals);
+  const dim3 chunks(unsigned(ceil_div(m.slots(), chunk)));
+  if (chunks.x > 1)
+    if (const int status = launch_early(count_kernel, chunks, dim3(256), m.experts * sizeof(int32_t), m.stream,
+                                        m.ids, m.map, m.slots(), m.experts, m.map_size, chunk, of_chunks))
+      return status;
+  return launch_early(group_kernel, chunks, dim3(unsigned(threads)), size_t(warps * m.experts * sizeof(int32_t)),
+                      m.stream, m.ids, m.map, m.slots(), m.experts, m.map_size, width, warps, chunk, of_chunks, sorted,
+                      tiles, totals);
 }
 
 int launch_narrow(const Moe& m, const float* from, f16* to, const float* weights, float* weights_to,
                   const int32_t* sorted, const Totals* totals) {
   const int64_t blocks = min(ceil_div<int64_t>(m.slots(), 8), 8 * int64_t(sm_count()));
-  return launch_early(true, narrow_kernel, dim3(unsigned(blocks)), dim3(256), 0, m.stream, from, to, weights,
+  return launch_early(narrow_kernel, dim3(unsigned(blocks)), dim3(256), 0, m.stream, from, to, weights,
                       weights_to, sorted, totals, m.ids, m.map, m.slots(), m.experts, m.map_size, m.inner);
 }
 
@@ -130,7 +141,7 @@ template <class T> int launch_combine(const Moe& m, const T* hidden, const float
   const dim3 grid(unsigned(ceil_div<int64_t>(m.hidden, 16)), unsigned(m.tokens));
   int warps = int64_t(grid.x) * grid.y <= sm_count() ? 16 : 8;  // two blocks of 8 overlap each other's starts
   while (warps > 1 && warps * Ring<T, 1, 1>::kBytes + 2048 > shared_memory_limit()) warps /= 2;
-  return launch_early(true, combine_kernel<T>, grid, dim3(warps * kWarp), warps * Ring<T, 1, 1>::kBytes, m.stream, g);
+  return launch_early(combine_kernel<T>, grid, dim3(warps * kWarp), warps * Ring<T, 1, 1>::kBytes, m.stream, g);
 }
 
 template <class T, class Y> int launch_sum(const Moe& m, const Y* y) {
@@ -138,12 +149,12 @@ template <class T, class Y> int launch_sum(const Moe& m, const Y* y) {
   const bool packs = aligned(16, sizeof(T), m.out, m.hidden);
   const int n = packs ? wide : 1;
   const dim3 grid(unsigned(m.tokens), unsigned(ceil_div<int64_t>(ceil_div<int64_t>(m.hidden, n), 128)));
-  return launch_early(true, packs ? sum_kernel<Y, T, wide> : sum_kernel<Y, T, 1>, grid, dim3(128), 0, m.stream, y,
+  return launch_early(packs ? sum_kernel<Y, T, wide> : sum_kernel<Y, T, 1>, grid, dim3(128), 0, m.stream, y,
                       m.ids, m.map, (T*)m.out, m.top_k, m.experts, m.map_size, m.hidden);
 }
 
 // Which kernels, and how many tokens a tile has, by the slots that an expert has on average.
-enum class Way { kPlain, kFewSlots, kStream8, kStream16, kTile, kHopperTall, kHopperWide };
+enum class Way { kPlain, kFewSlots, kStream8, kStream16, kTile, kHopper };
 struct Plan {
   Way way;
   int width;
@@ -158,10 +169,8 @@ template <class T> Plan plan_for(const Moe& m) {
   if (m.slots() <= min(m.experts, int64_t(32))) return {Way::kFewSlots, 1};
   if (average <= 4 && float_results(m)) return {Way::kStream8, 8};
   if (average <= 8 && float_results(m)) return {Way::kStream16, 16};
-  if (capability() != 90) return {Way::kTile, kTileTokens};
-  if (average <= 32) return {Way::kHopperTall, 64};
-  if (average <= 96 || std::is_same<T, f16>::value || float_results(m)) return {Way::kHopperTall, 128};
-  return {Way::kHopperWide, 256};
+  if (!hopper_takes<true>(first_product<T>(m, nullptr))) return {Way::kTile, kTileTokens};
+  return {Way::kHopper, average <= 32 ? 64 : 128};
 }
 
 // One product in the plan's way, of rows of type X with weights of type T.
@@ -170,9 +179,7 @@ int launch_product(const Plan& plan, const Gemm& g, int64_t tiles, void* stream)
   if constexpr (kPlain) {
     return launch_plain<X, T, Out, kPairs>(g, tiles, stream);
   } else {
-    if (plan.way == Way::kHopperTall) return launch_hopper<T, Out, kPairs, 2>(g, plan.width, tiles, stream);
-    if constexpr (sizeof(Out) == 2)
-      if (plan.way == Way::kHopperWide) return launch_hopper<T, Out, kPairs, 1>(g, plan.width, tiles, stream);
+    if (plan.way == Way::kHopper) return launch_hopper<T, Out, kPairs>(g, plan.width, tiles, stream);
     if (plan.way == Way::kTile) return launch_tile<T, Out, kPairs>(g, tiles, stream);
     if constexpr (kPairs || sizeof(Out) == 4)
       return plan.way == Way::kStream16 ? launch_stream<T, Out, 2, 2, kPairs>(g, tiles, stream)
@@ -191,6 +198,7 @@ int fused(const Moe& m, const Plan& plan, Scratch scratch) {
   const bool few = plan.way == Way::kFewSlots;
   const int64_t tiles = few ? m.slots() : most_tiles_of(m, plan.width);
   int32_t* const sorted = scratch.take<int32_t>(m.slots());
+  int32_t* const of_chunks = scratch.take<int32_t>(ceil_div(m.slots(), chunk_of(m)) * m.experts);
   Totals* const totals = scratch.take<Totals>(1);
   Tile* const table = few ? nullptr : scratch.take<Tile>(tiles);
   Hidden* const hidden = scratch.take<Hidden>(m.slots() * m.inner);
@@ -201,13 +209,12 @@ int fused(const Moe& m, const Plan& plan, Scratch scratch) {
 
   Gemm first = first_product<T>(m, hidden);
   if (!few) {
-    OPSHIM_TRY(launch_groups(m, plan.width, sorted, table, totals));
+    OPSHIM_TRY(launch_groups(m, plan.width, of_chunks, sorted, table, totals));
     first.source = Source::kTable;
     first.tiles = table;
     first.tile_count = &totals->tiles;
     first.counter = &totals->counters[0];
     first.slots = sorted;
-    first.follows = true;
   }
   OPSHIM_TRY((launch_product<kPlain, T, T, Hidden, true>(plan, first, tiles, m.stream)));
 
@@ -220,7 +227,6 @@ int fused(const Moe& m, const Plan& plan, Scratch scratch) {
     if (few) return launch_combine<T>(m, narrowed, weights);
   Gemm second = second_product(m, first, narrowed, y, weights);
   second.counter = &totals->counters[1];
-  second.follows = true;
   OPSHIM_TRY((launch_product<kPlain, X, T, Y, false>(plan, second, tiles, m.stream)));
   return launch_sum<T, Y>(m, y);
 }

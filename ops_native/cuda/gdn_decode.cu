@@ -89,6 +89,7 @@ __device__ __forceinline__ void unit_row(float* to, const T* x, int lane, const 
 template <class T, class S, int kLanes>
 __global__ void __launch_bounds__(kThreads, 4) decode_kernel(Decode p, Inputs<T> in, S* state, T* o) {
   constexpr int N = 16 / sizeof(S), packs = kPerLane / N;  // 16 bytes of the state at a time
+  start_early();
   const Task task(p, p.group);
   if (task.is_padding(p, o)) return;
   const int lanes = kLanes ? kLanes : p.lanes;
@@ -151,6 +152,7 @@ __global__ void __launch_bounds__(kThreads, 4) decode_kernel(Decode p, Inputs<T>
 // Any K and any alignment: a warp per row of the state, which is read twice.
 template <class T, class S>
 __global__ void __launch_bounds__(kThreads) any_decode_kernel(Decode p, Inputs<T> in, S* state, T* o) {
+  start_early();
   const Task task(p, 1);
   if (task.is_padding(p, o)) return;
   const int lane = threadIdx.x % kWarp;
@@ -212,7 +214,7 @@ extern "C" int OPSHIM(gdn_decode)(
                       null_index, float(scale), l2norm != 0, lanes, group, packs};
     const int64_t warps = B * HV * ceil_div<int64_t>(V, group);
     const auto kernel = !whole ? any_decode_kernel<T, S> : lanes == 8 ? decode_kernel<T, S, 8> : decode_kernel<T, S, 0>;
-    return launch(kernel, dim3(ceil_div<int64_t>(warps, kWarps)),
-                  dim3(kThreads), 0, stream, p, in, (S*)state, (T*)o);
+    return launch_early(kernel, dim3(ceil_div<int64_t>(warps, kWarps)), dim3(kThreads), 0, stream, p, in, (S*)state,
+                        (T*)o);
   });
 }

@@ -18,6 +18,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(kThreads) gating_kernel(
     const T* a, const T* b, const float* A_log, const float* dt_bias, float* g, float* beta, int64_t tokens,
     int64_t heads, int64_t a_stride, int64_t b_stride) {
+  start_early();
   const int64_t head = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N, step = int64_t(gridDim.x) * blockDim.y;
   int64_t t = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   if (head >= heads || t >= tokens) return;
@@ -63,7 +64,7 @@ extern "C" int OPSHIM(gdn_gating)(
     const dim3 block(across, kThreads / across);
     const int64_t rows = ceil_div<int64_t>(T, block.y), most = int64_t(kBlocksPerSM) * sm_count();
     const dim3 grid(rows < most ? rows : most, ceil_div<int64_t>(width, across));
-    return launch(packs ? gating_kernel<A, kHeads> : gating_kernel<A, 1>, grid, block, 0, stream, (const A*)a,
+    return launch_early(packs ? gating_kernel<A, kHeads> : gating_kernel<A, 1>, grid, block, 0, stream, (const A*)a,
                   (const A*)b, A_log, dt_bias, g, beta, T, HV, a_stride, b_stride);
   });
 }

@@ -53,7 +53,7 @@ struct Gemm {
   int32_t expert_count, map_size, block_size;
   Source source;
   bool by_slot_in, by_slot_out;       // rows of x, rows of out: numbered by slot (in: / top_k), or else by position
-  bool follows;                       // the kernel before it in the stream is of the same call
+  bool up_first;                      // gemm_boxes.cuh: gate and up have changed places
 };
 
 // An expert's number here: -1 for none.

@@ -1,17 +1,19 @@
-// sm_90a: 256 weight rows by up to 128 tokens, or 128 by 256, wgmma. The first reads a tile's tokens half as often, the
-// second its shared memory: which counts more depends on whether memory or arithmetic is the limit. One group of four
-// warps copies, two multiply, half of the rows each, as many columns wide as the tile has tokens, in steps of 64.
-// Stages of 64 of k pass between them by barriers in shared memory; what an item is (its tile, where its results go)
-// passes the same way, so that the multiplying warps never wait for memory. Blocks stay and take the next item from a
-// counter, as items differ in width. The copying warps look up the next item, its tile, its slots and their scales,
+// sm_90a: 256 weight rows by up to 128 tokens, wgmma. One group of four warps copies, two multiply, half of the
+// rows each, as many columns wide as the tile has tokens, in steps of 64. Weights come as boxes by the copy engine
+// (gemm_boxes.cuh), which takes one thread and lets memory never wait; tokens, which lie anywhere, 16 bytes at a time.
+// Stages of 64 of k pass between the warps by barriers in shared memory; what an item is (its tile, where its results
+// go) passes the same way, so that the multiplying warps never wait for memory. Blocks stay and take the next item from
+// a counter, as items differ in width. The copying warps look up the next item, its tile, its slots and their scales,
 // step by step, while copies of the current one run.
 #pragma once
 #include "gemm.cuh"
+#include "gemm_boxes.cuh"
 #include "gemm_wgmma.cuh"
 
 namespace {
 
-constexpr int kHopperK = 64, kHopperTokens = 256, kHopperStages = 8;  // at most
+constexpr int kHopperK = kBoxK, kHopperRows = 256, kUnits = kHopperRows / 128;  // kUnits: of 64 rows, per group
+constexpr int kHopperTokens = 128, kHopperStages = 8;                          // at most
 constexpr int kHopperGroup = 128, kHopperThreads = 3 * kHopperGroup;
 constexpr int kHopperRowBytes = kHopperK * 2, kHopperOutBytes = 8192;  // kHopperOutBytes: where a group turns results
 
@@ -24,10 +26,10 @@ struct HopperShared {
   int next[2];
 };
 
-// Shared memory: stages of `rows` weight rows and `width` tokens each, results of the two groups, HopperShared.
+// Shared memory: stages of the weight rows and `width` tokens each, results of the two groups, HopperShared.
 struct HopperShape {
-  int rows, width, stages;
-  __host__ __device__ int stage_bytes() const { return (rows + width) * kHopperRowBytes; }
+  int width, stages;
+  __host__ __device__ int stage_bytes() const { return (kHopperRows + width) * kHopperRowBytes; }
   __host__ __device__ int bytes() const { return stages * stage_bytes() + 2 * kHopperOutBytes + sizeof(HopperShared); }
 };
 
@@ -48,18 +50,17 @@ __device__ __forceinline__ uint32_t hopper_piece(int row, int piece) {
 
 // ---- the warps that copy --------------------------------------------------------------------------------------------
 
-template <class T, bool kPairs, int kM>
-__device__ __forceinline__ void copy_items(const Gemm& g, char* memory, HopperShared& shared, HopperShape shape,
-                                           int tiles, int blocks) {
-  constexpr int kWeightRows = 8 * kM, kTokenRows = 16 / kM;  // of a thread: every 16th
+template <class T, bool kPairs>
+__device__ __forceinline__ void copy_items(const Gemm& g, const CUtensorMap& boxes, char* memory, HopperShared& shared,
+                                           HopperShape shape, int tiles, int blocks) {
+  constexpr int kTokenRows = kHopperTokens / 16;  // of a thread: every 16th
   const int row = threadIdx.x / 8, piece = threadIdx.x % 8;
   const int items = tiles * blocks, steps = ceil_div(g.k, kHopperK);
-  const int64_t weight_step = (kPairs ? 8 : 16) * g.row_stride;
 
   // The next item, found out in five steps, each of which only needs what the one before has loaded.
   constexpr int kLookUps = 5;
-  int next = blockIdx.x, taken = 0, slots[2], rows[kTokenRows];
-  float scales[2];
+  int next = blockIdx.x, taken = 0, slot, rows[kTokenRows];
+  float scale;
   Work work;
   const auto row_of = [&](int i) {
     const int slot = slot_at(g, work.tile, i);
@@ -83,16 +84,12 @@ __device__ __forceinline__ void copy_items(const Gemm& g, char* memory, HopperSh
         break;
       case 3:
         if (next >= items) break;
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          slots[i] = slot_at(g, work.tile, threadIdx.x + i * kHopperGroup);
+        slot = slot_at(g, work.tile, threadIdx.x);
 #pragma unroll
         for (int i = 0; i < kTokenRows; ++i) rows[i] = row_of(row + 16 * i);
         break;
       case 4:
-        if (next >= items) break;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) scales[i] = slots[i] >= 0 && g.scale ? g.scale[slots[i]] : 1.0f;
+        if (next < items) scale = slot >= 0 && g.scale ? g.scale[slot] : 1.0f;
         break;
     }
   };
@@ -111,15 +108,9 @@ __device__ __forceinline__ void copy_items(const Gemm& g, char* memory, HopperSh
     if (turn) told_parity ^= 1;
     if (next >= items) break;
     if (threadIdx.x == 0) shared.work[turn] = work;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = threadIdx.x + i * kHopperGroup;
-      shared.places[turn][token] = slots[i] < 0 ? -1 : g.by_slot_out ? slots[i] : work.tile.first + token;
-      shared.scales[turn][token] = scales[i];
-    }
-    const int64_t first_row = int64_t(work.block) * (128 * kM) + row;
-    const int64_t first_n = kPairs ? first_row / 16 * 8 + first_row % 8 : first_row;
-    const T* const weights = row_of_w<T, kPairs>(g, work.tile.expert, first_row);
+    shared.places[turn][threadIdx.x] = slot < 0 ? -1 : g.by_slot_out ? slot : work.tile.first + int(threadIdx.x);
+    shared.scales[turn][threadIdx.x] = scale;
+    const int first_row = work.block * kHopperRows, expert = work.tile.expert;
     const T* tokens[kTokenRows];
 #pragma unroll
     for (int i = 0; i < kTokenRows; ++i) tokens[i] = rows[i] < 0 ? nullptr : (const T*)g.x + rows[i] * g.x_stride;
@@ -128,17 +119,16 @@ __device__ __forceinline__ void copy_items(const Gemm& g, char* memory, HopperSh
       if (step < steps) {
         wait_for(&shared.empty[place.stage], place.parity ^ 1);
         const uint32_t to = shared_address(memory) + place.stage * shape.stage_bytes();
+        if (threadIdx.x == 0) {
+          expect_bytes(&shared.full[place.stage], kHopperRows * kHopperRowBytes);
+          copy_box<kPairs>(boxes, to, &shared.full[place.stage], step * kHopperK, first_row, expert);
+        }
         const int k = step * kHopperK + piece * 8;
         const bool inside = k < g.k;  // beyond, zeros; rows that nobody has stay as they are: they meet nothing real
 #pragma unroll
-        for (int i = 0; i < kWeightRows; ++i)
-          if (weights && first_n + i * (kPairs ? 8 : 16) < g.n)
-            copy_async(to + hopper_piece(row + 16 * i, piece), inside ? weights + i * weight_step + k : weights, inside);
-#pragma unroll
         for (int i = 0; i < kTokenRows; ++i)
           if (tokens[i])
-            copy_async(to + hopper_piece(128 * kM + row + 16 * i, piece), inside ? tokens[i] + k : tokens[i],
-                       inside);
+            copy_async(to + hopper_piece(kHopperRows + row + 16 * i, piece), inside ? tokens[i] + k : tokens[i], inside);
         publish();
       }
       if (step < kLookUps) look_up(step, turn);
@@ -181,7 +171,8 @@ __device__ __forceinline__ void store_turned(const Gemm& g, const float (&sum)[k
         const float* v = sum + (t / 8 + m) * 4;
         const float2 scale = *(const float2*)&shared.scales[turn][t + 8 * m + 2 * c];
         if (kPairs) {
-          low[m] = pack<Out>(finish_pair(v[0], v[2], scale.x), finish_pair(v[1], v[3], scale.y));
+          const float *gate = g.up_first ? v + 2 : v, *up = g.up_first ? v : v + 2;
+          low[m] = pack<Out>(finish_pair(gate[0], up[0], scale.x), finish_pair(gate[1], up[1], scale.y));
         } else {
           low[m] = pack<Out>(fmaf(v[0], scale.x, bias[0]), fmaf(v[1], scale.y, bias[0]));
           high[m] = pack<Out>(fmaf(v[2], scale.x, bias[1]), fmaf(v[3], scale.y, bias[1]));
@@ -227,7 +218,8 @@ __device__ __forceinline__ void store_floats(const Gemm& g, const float (&sum)[k
       float* const at = (float*)g.out + row * g.out_stride;
       if (row < 0) continue;
       if (kPairs) {
-        if (n < g.n) at[n] = finish_pair(sum[4 * j + i], sum[4 * j + 2 + i], scale);
+        const float first = sum[4 * j + i], second = sum[4 * j + 2 + i];
+        if (n < g.n) at[n] = g.up_first ? finish_pair(second, first, scale) : finish_pair(first, second, scale);
       } else {
         if (n < g.n) at[n] = sum[4 * j + i] * scale;
         if (n + 8 < g.n) at[n + 8] = sum[4 * j + 2 + i] * scale;
@@ -236,26 +228,26 @@ __device__ __forceinline__ void store_floats(const Gemm& g, const float (&sum)[k
   }
 }
 
-template <class T, class Out, bool kPairs, int kM, int kTokens>
+template <class T, class Out, bool kPairs, int kTokens>
 __device__ __forceinline__ void multiply_item(const Gemm& g, char* memory, HopperShared& shared, HopperShape shape,
                                               RingPlace& place, int turn, const Work& work, bool wide_out) {
   constexpr int kUnitBytes = 64 * kHopperRowBytes;
   const int group = threadIdx.x / kHopperGroup - 1, steps = ceil_div(g.k, kHopperK);
   const bool speaks = threadIdx.x % kWarp == 0;
-  float sum[kM][kTokens / 2] = {};
+  float sum[kUnits][kTokens / 2] = {};
 #pragma unroll
-  for (int m = 0; m < kM; ++m) hold(sum[m]);
+  for (int m = 0; m < kUnits; ++m) hold(sum[m]);
   int before = 0;
   for (int step = 0; step < steps; ++step) {
     wait_for(&shared.full[place.stage], place.parity);
     show_to_wgmma();
     const uint32_t from = shared_address(memory) + place.stage * shape.stage_bytes();
-    const uint64_t a = descriptor(from + group * kM * kUnitBytes), b = descriptor(from + 2 * kM * kUnitBytes);
+    const uint64_t a = descriptor(from + group * kUnits * kUnitBytes), b = descriptor(from + kHopperRows * kHopperRowBytes);
     begin_wgmma();
 #pragma unroll
     for (int k = 0; k < kHopperK / 16; ++k)  // 32 bytes on, in units of 16
 #pragma unroll
-      for (int m = 0; m < kM; ++m) Wgmma<T>::run(sum[m], a + 2 * k + m * (kUnitBytes / 16), b + 2 * k);
+      for (int m = 0; m < kUnits; ++m) Wgmma<T>::run(sum[m], a + 2 * k + m * (kUnitBytes / 16), b + 2 * k);
     commit_wgmma();
     if (step > 0) {
       wait_wgmma<1>();
@@ -266,12 +258,12 @@ __device__ __forceinline__ void multiply_item(const Gemm& g, char* memory, Hoppe
   }
   wait_wgmma<0>();
 #pragma unroll
-  for (int m = 0; m < kM; ++m) hold(sum[m]);
+  for (int m = 0; m < kUnits; ++m) hold(sum[m]);
   if (speaks) arrive(&shared.empty[before]);
   char* const turned = memory + shape.stages * shape.stage_bytes() + group * kHopperOutBytes;
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
-    const int64_t unit = (int64_t(work.block) * 2 + group) * kM + m;
+  for (int m = 0; m < kUnits; ++m) {
+    const int64_t unit = (int64_t(work.block) * 2 + group) * kUnits + m;
     if constexpr (sizeof(Out) == 2)
       store_turned<T, Out, kPairs, kTokens>(g, sum[m], shared, turned, turn, 2 + group, unit, work.tile.count,
                                             wide_out);
@@ -281,9 +273,9 @@ __device__ __forceinline__ void multiply_item(const Gemm& g, char* memory, Hoppe
 }
 #endif
 
-template <class T, class Out, bool kPairs, int kM>
+template <class T, class Out, bool kPairs>
 __global__ void __launch_bounds__(kHopperThreads, 1) hopper_kernel(
-    const Gemm g, const HopperShape shape, const bool wide_out) {
+    const Gemm g, const __grid_constant__ CUtensorMap boxes, const HopperShape shape, const bool wide_out) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char memory[];
   HopperShared& shared = *(HopperShared*)(memory + shape.stages * shape.stage_bytes() + 2 * kHopperOutBytes);
@@ -293,14 +285,14 @@ __global__ void __launch_bounds__(kHopperThreads, 1) hopper_kernel(
       init_barrier(&shared.empty[i], 2 * kHopperGroup / kWarp);
     }
     for (int i = 0; i < 2; ++i) init_barrier(&shared.told[i], 2 * kHopperGroup / kWarp);
+    publish_barriers();
   }
   __syncthreads();
-  wait_for_previous();
-  let_next_start();
+  start_early();
   if (threadIdx.x < kHopperGroup) {
     give_registers<104>();
-    const int tiles = count_tiles(g, shape.width), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), 128 * kM));
-    copy_items<T, kPairs, kM>(g, memory, shared, shape, tiles, blocks);
+    const int tiles = count_tiles(g, shape.width), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), kHopperRows));
+    copy_items<T, kPairs>(g, boxes, memory, shared, shape, tiles, blocks);
     return;
   }
   take_registers<200>();
@@ -309,15 +301,10 @@ __global__ void __launch_bounds__(kHopperThreads, 1) hopper_kernel(
     wait_for(&shared.full[place.stage], place.parity);
     const Work work = shared.work[turn];
     if (work.tile.expert < 0) break;
-    const int wide = ceil_div(work.tile.count, 64);
-    if (wide == 1) {
-      multiply_item<T, Out, kPairs, kM, 64>(g, memory, shared, shape, place, turn, work, wide_out);
-    } else if (kM == 2 || wide == 2) {
-      multiply_item<T, Out, kPairs, kM, 128>(g, memory, shared, shape, place, turn, work, wide_out);
-    } else if constexpr (kM == 1) {
-      if (wide == 3) multiply_item<T, Out, kPairs, kM, 192>(g, memory, shared, shape, place, turn, work, wide_out);
-      else multiply_item<T, Out, kPairs, kM, 256>(g, memory, shared, shape, place, turn, work, wide_out);
-    }
+    if (work.tile.count <= 64)
+      multiply_item<T, Out, kPairs, 64>(g, memory, shared, shape, place, turn, work, wide_out);
+    else
+      multiply_item<T, Out, kPairs, 128>(g, memory, shared, shape, place, turn, work, wide_out);
     __syncwarp();
     if (threadIdx.x % kWarp == 0) arrive(&shared.told[turn]);
   }
@@ -326,16 +313,23 @@ __global__ void __launch_bounds__(kHopperThreads, 1) hopper_kernel(
 #endif
 }
 
-// kM 2: 256 weight rows, tiles of up to 128 tokens; 1: 128 rows, 256 tokens. width: such a tile's tokens, a multiple of
-// 64.
-template <class T, class Out, bool kPairs, int kM>
-int launch_hopper(const Gemm& g, int width, int64_t most_tiles, void* stream) {
-  HopperShape shape = {128 * kM, width, kHopperStages};
+// Whether launch_hopper() takes it; else gemm_tile.cuh does.
+template <bool kPairs> bool hopper_takes(const Gemm& g) {
+  CUtensorMap boxes;
+  return capability() == 90 && describe_boxes<kPairs>(g, kHopperRows, boxes);
+}
+
+// Items of 256 weight rows and `width` tokens, 64 or 128.
+template <class T, class Out, bool kPairs>
+int launch_hopper(Gemm g, int width, int64_t most_tiles, void* stream) {
+  HopperShape shape = {width, kHopperStages};
   while (shape.bytes() > shared_memory_limit()) --shape.stages;
-  const int64_t items = most_tiles * ceil_div<int64_t>(rows_in_all<kPairs>(g), 128 * kM);
-  if (items > INT32_MAX) return kBadArgument;
-  return launch_early(g.follows, hopper_kernel<T, Out, kPairs, kM>, dim3(unsigned(min(items, int64_t(sm_count())))),
-                      dim3(kHopperThreads), size_t(shape.bytes()), stream, g, shape,
+  const int64_t items = most_tiles * ceil_div<int64_t>(rows_in_all<kPairs>(g), kHopperRows);
+  CUtensorMap boxes;
+  if (items > INT32_MAX || !describe_boxes<kPairs>(g, kHopperRows, boxes)) return kBadArgument;
+  g.up_first = kPairs && g.up < g.w;
+  return launch_early(hopper_kernel<T, Out, kPairs>, dim3(unsigned(min(items, int64_t(sm_count())))),
+                      dim3(kHopperThreads), size_t(shape.bytes()), stream, g, boxes, shape,
                       aligned(16, sizeof(Out), g.out, g.out_stride));
 }
 

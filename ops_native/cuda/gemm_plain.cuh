@@ -6,6 +6,7 @@
 namespace {
 
 constexpr int kPlainRows = 64, kPlainTokens = 64, kPlainK = 16, kPlainPitch = 64 + 4;
+constexpr int kPlainRun = 8;  // times kPlainK
 
 // X: the type of x's elements, T: of the weights'.
 template <class X, class T, class Out, bool kPairs> __global__ void __launch_bounds__(256) plain_kernel(const Gemm g) {
@@ -15,8 +16,7 @@ template <class X, class T, class Out, bool kPairs> __global__ void __launch_bou
   // four rows in two neighbouring pairs, 8 apart; tokens 16 apart
   const int row = threadIdx.x % 16 / 4 * 16 + threadIdx.x % 4 * 2, token = threadIdx.x / 16;
 
-  wait_for_previous();
-  let_next_start();
+  start_early();
   const int tiles = count_tiles(g, kPlainTokens), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), kPlainRows));
   for (int item = blockIdx.x; item < tiles * blocks; item += gridDim.x) {
     const Work work = work_at(g, item, tiles, blocks, kPlainTokens);
@@ -25,7 +25,7 @@ template <class X, class T, class Out, bool kPairs> __global__ void __launch_bou
     const T* from_w = row_of_w<T, kPairs>(g, tile.expert, int64_t(work.block) * kPlainRows + copied);
     const X* from_x = row_of_x<X>(g, tile, copied);
 
-    float sum[4][4] = {};  // [row][token]
+    float sum[4][4] = {}, part[4][4] = {};  // [row][token]; part: of a run of k, since short sums round less
     for (int first = 0; first < g.k; first += kPlainK) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -45,8 +45,14 @@ template <class X, class T, class Out, bool kPairs> __global__ void __launch_bou
 #pragma unroll
         for (int i = 0; i < 4; ++i)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sum[i][j] = fmaf(a[i], b[j], sum[i][j]);
+          for (int j = 0; j < 4; ++j) part[i][j] = fmaf(a[i], b[j], part[i][j]);
       }
+      if ((first / kPlainK + 1) % kPlainRun == 0 || first + kPlainK >= g.k)
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          sum[i / 4][i % 4] += part[i / 4][i % 4];
+          part[i / 4][i % 4] = 0;
+        }
       __syncthreads();
     }
 
@@ -73,7 +79,7 @@ template <class X, class T, class Out, bool kPairs> int launch_plain(const Gemm&
   const int64_t items = most_tiles * ceil_div<int64_t>(rows_in_all<kPairs>(g), kPlainRows);
   if (items > INT32_MAX) return kBadArgument;
   const int64_t blocks = min(items, 4 * int64_t(sm_count()));
-  return launch_early(g.follows, plain_kernel<X, T, Out, kPairs>, dim3(unsigned(blocks)), dim3(256), 0, stream, g);
+  return launch_early(plain_kernel<X, T, Out, kPairs>, dim3(unsigned(blocks)), dim3(256), 0, stream, g);
 }
 
 }  // namespace

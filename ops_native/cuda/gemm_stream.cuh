@@ -83,8 +83,7 @@ __global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Ge
   const Stages ring((char*)shared_memory);
   float* const all_sums = (float*)((char*)shared_memory + warps * Stages::kBytes);
 
-  wait_for_previous();
-  let_next_start();
+  start_early();
   const int tiles = count_tiles(g, kTokens), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), block_rows));
   const int items = tiles * blocks;
 
@@ -176,7 +175,7 @@ int launch_stream(const Gemm& g, int64_t most_tiles, void* stream) {
   const int64_t items = most_tiles * ceil_div<int64_t>(rows, row_warps * 16 * kM);
   if (items > INT32_MAX) return kBadArgument;
   const int64_t blocks = int64_t(sm_count()) * max(1, shared_memory_limit() / (shared() + 2048));
-  return launch_early(g.follows, stream_kernel<T, Out, kM, kN, kPairs>, dim3(unsigned(min(items, blocks))),
+  return launch_early(stream_kernel<T, Out, kM, kN, kPairs>, dim3(unsigned(min(items, blocks))),
                       dim3(warps * kWarp), shared(), stream, g, row_warps);
 }
 

@@ -1,5 +1,5 @@
-// More than a few tokens per tile, on other archs than sm_90a: 128 weight rows by 64 tokens, mma.sync on tiles in
-// shared memory. Rows of 64 values are 128 bytes, eight pieces of 16; piece p of row r lies at p ^ (r % 8), so that
+// More than a few tokens per tile, where gemm_hopper.cuh does not serve: 128 weight rows by 64 tokens, mma.sync on tiles
+// in shared memory. Rows of 64 values are 128 bytes, eight pieces of 16; piece p of row r lies at p ^ (r % 8), so that
 // ldmatrix's eight rows and the copies' eight pieces both meet all banks. Copies run kTileStages - 1 tiles ahead.
 #pragma once
 #include "gemm.cuh"
@@ -13,9 +13,6 @@ __device__ __forceinline__ uint32_t piece_at(int row, int piece) { return row * 
 
 template <class T, class Out, bool kPairs>
 __global__ void __launch_bounds__(256, 2) tile_kernel(const Gemm g, const bool wide_out) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  __trap();  // gemm_hopper.cuh has this arch
-#else
   constexpr int kM = 2, kN = 4;  // fragments of a warp: 32 rows, 32 tokens
   constexpr int kColumns = kPairs ? kTileRows / 2 : kTileRows, kPitch = kTileRows + 4;
   static_assert(kTileTokens * kPitch * sizeof(float) <= kTileBytes, "the sums take the tiles' place");
@@ -29,8 +26,7 @@ __global__ void __launch_bounds__(256, 2) tile_kernel(const Gemm g, const bool w
   const uint32_t shared = shared_address(shared_memory);
   const int steps = ceil_div(g.k, kTileK);
 
-  wait_for_previous();
-  let_next_start();
+  start_early();
   const int tiles = count_tiles(g, kTileTokens), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), kTileRows));
   for (int item = blockIdx.x; item < tiles * blocks; item += gridDim.x) {
     const Work work = work_at(g, item, tiles, blocks, kTileTokens);
@@ -103,14 +99,13 @@ __global__ void __launch_bounds__(256, 2) tile_kernel(const Gemm g, const bool w
                                wide_out);
     __syncthreads();
   }
-#endif
 }
 
 template <class T, class Out, bool kPairs> int launch_tile(const Gemm& g, int64_t most_tiles, void* stream) {
   const int64_t items = most_tiles * ceil_div<int64_t>(rows_in_all<kPairs>(g), kTileRows);
   if (items > INT32_MAX) return kBadArgument;
   const int64_t blocks = min(items, 2 * int64_t(sm_count()));
-  return launch_early(g.follows, tile_kernel<T, Out, kPairs>, dim3(unsigned(blocks)), dim3(256), kTileBytes, stream, g,
+  return launch_early(tile_kernel<T, Out, kPairs>, dim3(unsigned(blocks)), dim3(256), kTileBytes, stream, g,
                       aligned(16, sizeof(Out), g.out, g.out_stride));
 }
 

@@ -78,12 +78,6 @@ template <int kCount> __device__ __forceinline__ void hold(float (&sum)[kCount])
 #define OPSHIM_NAMES_1 \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
   "%59,%60,%61,%62,%63"
-#define OPSHIM_NAMES_2 \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90," \
-  "%91,%92,%93,%94,%95"
-#define OPSHIM_NAMES_3 \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118," \
-  "%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define OPSHIM_WGMMA(n, type, names, a_name, b_name, ...) \
   asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, 0, 0;\nwgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type \
                " {" names "}, %" a_name ", %" b_name ", p, 1, 1, 0, 0;\n}" \
@@ -97,22 +91,12 @@ template <int kCount> __device__ __forceinline__ void hold(float (&sum)[kCount])
     __device__ static __forceinline__ void run(float (&sum)[64], uint64_t a, uint64_t b) { \
       OPSHIM_WGMMA("128", type, OPSHIM_NAMES_0 OPSHIM_NAMES_1, "64", "65", OPSHIM_32(0), OPSHIM_32(32)); \
     } \
-    __device__ static __forceinline__ void run(float (&sum)[96], uint64_t a, uint64_t b) { \
-      OPSHIM_WGMMA("192", type, OPSHIM_NAMES_0 OPSHIM_NAMES_1 OPSHIM_NAMES_2, "96", "97", OPSHIM_32(0), \
-                   OPSHIM_32(32), OPSHIM_32(64)); \
-    } \
-    __device__ static __forceinline__ void run(float (&sum)[128], uint64_t a, uint64_t b) { \
-      OPSHIM_WGMMA("256", type, OPSHIM_NAMES_0 OPSHIM_NAMES_1 OPSHIM_NAMES_2 OPSHIM_NAMES_3, "128", "129", \
-                   OPSHIM_32(0), OPSHIM_32(32), OPSHIM_32(64), OPSHIM_32(96)); \
-    } \
   }
 template <class T> struct Wgmma;
 OPSHIM_WGMMA_OF(f16, "f16");
 OPSHIM_WGMMA_OF(bf16, "bf16");
 #undef OPSHIM_WGMMA_OF
 #undef OPSHIM_WGMMA
-#undef OPSHIM_NAMES_3
-#undef OPSHIM_NAMES_2
 #undef OPSHIM_NAMES_1
 #undef OPSHIM_NAMES_0
 #undef OPSHIM_32

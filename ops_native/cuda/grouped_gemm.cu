@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kZeroThreads) zero_kernel(
     int block_size, int expert_count, int64_t width) {
   __shared__ unsigned present[kZeroThreads / kWarp];
   const int first = blockIdx.x * kZeroThreads, warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  let_next_start();
+  start_early();
   if (lane == 0) present[warp] = 0;
   __syncthreads();
   const int64_t used = min(int64_t(*entries), capacity);
@@ -45,9 +45,9 @@ template <class T> int grouped(const Gemm& g, int64_t blocks, bool wide, void* s
     if (wide) {
       if (g.block_size <= 8) return launch_stream<T, T, 2, 1, false>(g, tiles(8), stream);
       if (g.block_size <= 16) return launch_stream<T, T, 2, 2, false>(g, tiles(16), stream);
-      if (capability() != 90) return launch_tile<T, T, false>(g, tiles(kTileTokens), stream);
+      if (!hopper_takes<false>(g)) return launch_tile<T, T, false>(g, tiles(kTileTokens), stream);
       const int width = g.block_size <= 64 ? 64 : 128;
-      return launch_hopper<T, T, false, 2>(g, width, tiles(width), stream);
+      return launch_hopper<T, T, false>(g, width, tiles(width), stream);
     }
   return launch_plain<T, T, T, false>(g, tiles(kPlainTokens), stream);
 }
@@ -84,11 +84,11 @@ extern "C" int OPSHIM(grouped_gemm)(
   g.expert_count = int32_t(expert_count);
   g.block_size = int32_t(block_size);
   g.source = Source::kBlocks;
-  g.by_slot_in = g.by_slot_out = g.follows = true;
+  g.by_slot_in = g.by_slot_out = true;
   return by_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     const int status =
-        launch(zero_kernel<T>, dim3(unsigned(ceil_div<int64_t>(slots, kZeroThreads))), dim3(kZeroThreads), 0, stream,
+        launch_early(zero_kernel<T>, dim3(unsigned(ceil_div<int64_t>(slots, kZeroThreads))), dim3(kZeroThreads), 0, stream,
                sorted, experts, padded, (T*)y, slots, capacity, block_size, expert_count, rows);
     if (status != kOk || capacity == 0) return status;
     const bool wide = inner > 0 && aligned(16, sizeof(T), x, x_stride, inner) && aligned(16, sizeof(T), w, w_stride);

@@ -46,7 +46,7 @@ extern "C" int OPSHIM(matmul_fp16)(
       CublasLt::get().multiply(a, b, bias, y, rows, features, inner, a_stride, b_stride, workspace,
                                size_t(workspace_size), cudaStream_t(stream)))
     return kOk;
-  if (capability() == 90)
-    return launch_hopper<f16, f16, false, 2>(g, 128, ceil_div<int64_t>(rows, 128), stream);
+  if (hopper_takes<false>(g))
+    return launch_hopper<f16, f16, false>(g, 128, ceil_div<int64_t>(rows, 128), stream);
   return launch_tile<f16, f16, false>(g, ceil_div<int64_t>(rows, kTileTokens), stream);
 }

@@ -64,6 +64,7 @@ __device__ __forceinline__ int sum_before(int x, int& all) {
 // counts[chunk,e]: the chunk's slots of expert e; and the filling of the outputs.
 __global__ void __launch_bounds__(kMostWarps* kWarp) count_kernel(const Problem p) {
   extern __shared__ int table[];
+  start_early();
   for (int e = threadIdx.x; e < p.experts; e += blockDim.x) table[e] = 0;
   fill(p);
   __syncthreads();
@@ -79,6 +80,7 @@ __global__ void __launch_bounds__(kMostWarps* kWarp) count_kernel(const Problem 
 
 __global__ void __launch_bounds__(kMostWarps* kWarp) place_kernel(const Problem p) {
   extern __shared__ int shared[];
+  start_early();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   int* place = shared;                           // [experts]: where the chunk's slots of an expert begin
   int* total = place + p.experts;                // [experts]: its slots in all chunks
@@ -181,9 +183,9 @@ extern "C" int OPSHIM(moe_align_block_size)(
                   capacity / block_size, per_chunk, int(block_size), int(experts)};
   const dim3 grid(chunks), block(warps * kWarp);
   if (chunks > 1) {
-    const int status = launch(count_kernel, grid, block, experts * sizeof(int), stream, p);
+    const int status = launch_early(count_kernel, grid, block, experts * sizeof(int), stream, p);
     if (status) return status;
   }
   const size_t shared = experts * (2 * sizeof(int) + warps * sizeof(uint16_t));
-  return launch(place_kernel, grid, block, shared, stream, p);
+  return launch_early(place_kernel, grid, block, shared, stream, p);
 }

@@ -7,9 +7,11 @@ namespace {
 
 // ---- grouping -------------------------------------------------------------------------------------------------------
 
-// Sorts slots by expert, stably, and cuts each expert's slots into tiles of at most `width`. Each warp takes a run of
-// consecutive slots; counts [warps][experts] first holds how many of each expert it has, then where they go.
-constexpr int kGroupThreads = 1024;
+// Sorts slots by expert, stably, and cuts each expert's slots into tiles of at most `width`. Each block takes a chunk of
+// consecutive slots, and each of its warps a run of these; counts [warps][experts] first holds how many of each expert
+// the warp has, then where they go. Of several chunks, count_kernel counts first what each has: of_chunks
+// [chunks][experts].
+constexpr int kGroupThreads = 1024, kMostChunks = 128, kChunkSlots = 1024;
 
 struct Totals {
   int32_t tiles, slots;  // slots: those with an expert
@@ -32,19 +34,35 @@ __device__ __forceinline__ void for_each_slot(const int32_t* ids, const int32_t*
   }
 }
 
+__global__ void __launch_bounds__(kGroupThreads) count_kernel(
+    const int32_t* ids, const int32_t* map, int slots, int experts, int map_size, int chunk, int32_t* of_chunks) {
+  extern __shared__ int32_t counts[];
+  for (int i = threadIdx.x; i < experts; i += blockDim.x) counts[i] = 0;
+  __syncthreads();
+  start_early();
+  const int begin = blockIdx.x * chunk, end = min(slots, begin + chunk);
+#pragma unroll 4
+  for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+    const int expert = local_expert(ids[i], map, map_size, experts);
+    if (expert >= 0) atomicAdd(&counts[expert], 1);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < experts; i += blockDim.x) of_chunks[blockIdx.x * experts + i] = counts[i];
+}
+
 __global__ void __launch_bounds__(kGroupThreads) group_kernel(
-    const int32_t* ids, const int32_t* map, int slots, int experts, int map_size, int width, int warps,
-    int32_t* sorted, Tile* tiles, Totals* totals) {
+    const int32_t* ids, const int32_t* map, int slots, int experts, int map_size, int width, int warps, int chunk,
+    const int32_t* of_chunks, int32_t* sorted, Tile* tiles, Totals* totals) {
   extern __shared__ int32_t counts[];
   __shared__ int2 of_warp[kGroupThreads / kWarp];
   __shared__ int2 so_far;  // slots and tiles of the experts before
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  const int run = ceil_div(ceil_div(slots, kWarp), warps) * kWarp;
-  const int begin = min(slots, warp * run), end = warp < warps ? min(slots, begin + run) : begin;
+  const int run = ceil_div(ceil_div(chunk, kWarp), warps) * kWarp, chunk_end = min(slots, int(blockIdx.x + 1) * chunk);
+  const int begin = min(chunk_end, int(blockIdx.x) * chunk + warp * run);
+  const int end = warp < warps ? min(chunk_end, begin + run) : begin;
   int32_t* mine = counts + warp * experts;
 
-  wait_for_previous();
-  let_next_start();
+  start_early();
   for (int i = threadIdx.x; i < warps * experts; i += blockDim.x) counts[i] = 0;
   if (threadIdx.x == 0) so_far = make_int2(0, 0);
   __syncthreads();
@@ -63,6 +81,16 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(
         counts[w * experts + expert] = total;
         total += count;
       }
+    int earlier = 0;  // in the chunks before
+    if (gridDim.x > 1 && expert < experts) {
+      total = 0;
+#pragma unroll 8
+      for (int c = 0; c < int(gridDim.x); ++c) {
+        const int count = of_chunks[c * experts + expert];
+        earlier += c < int(blockIdx.x) ? count : 0;
+        total += count;
+      }
+    }
     const int cut = ceil_div(total, width);
     int2 through = make_int2(total, cut);  // of this thread's expert and those before it
 #pragma unroll
@@ -77,8 +105,8 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(
     for (int w = 0; w < warp; ++w) before = make_int2(before.x + of_warp[w].x, before.y + of_warp[w].y);
     const int first = before.x + through.x - total, lead = before.y + through.y - cut;
     if (expert < experts) {
-      for (int w = 0; w < warps; ++w) counts[w * experts + expert] += first;
-      for (int t = 0; t < cut; ++t)
+      for (int w = 0; w < warps; ++w) counts[w * experts + expert] += first + earlier;
+      for (int t = 0; t < cut && blockIdx.x == 0; ++t)
         tiles[lead + t] = {expert, first + t * width, min(width, total - t * width), lead, cut};
     }
     __syncthreads();
@@ -95,7 +123,7 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(
     }
     __syncwarp();
   });
-  if (threadIdx.x == 0) *totals = {so_far.y, so_far.x, {0, 0}};
+  if (threadIdx.x == 0 && blockIdx.x == 0) *totals = {so_far.y, so_far.x, {0, 0}};
 }
 
 // ---- float16's hidden rows ------------------------------------------------------------------------------------------
@@ -105,8 +133,7 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(
 __global__ void __launch_bounds__(256) narrow_kernel(
     const float* from, f16* to, const float* weights, float* weights_to, const int32_t* sorted, const Totals* totals,
     const int32_t* ids, const int32_t* map, int slots, int experts, int map_size, int64_t width) {
-  wait_for_previous();
-  let_next_start();
+  start_early();
   const int rows = sorted ? totals->slots : slots, lane = threadIdx.x % kWarp;
   for (int row = blockIdx.x * (blockDim.x / kWarp) + threadIdx.x / kWarp; row < rows;
        row += gridDim.x * (blockDim.x / kWarp)) {
@@ -207,7 +234,7 @@ __global__ void __launch_bounds__(128) sum_kernel(
     const Y* y, const int32_t* ids, const int32_t* map, T* out, int top_k, int experts, int map_size, int64_t width) {
   constexpr int kAtOnce = 8;  // slots
   const int64_t token = blockIdx.x, column = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * N;
-  wait_for_previous();
+  start_early();
   if (column >= width) return;
   float sum[N] = {};
   for (int first = 0; first < top_k; first += kAtOnce) {

@@ -13,6 +13,7 @@ template <class T, int N>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSM) sum_kernel(
     const T* y, const int32_t* ids, T* out, int top_k, int64_t features, int64_t token_stride, int64_t slot_stride) {
   using Chunk = Pack<T, N>;
+  start_early();
   const int64_t token = blockIdx.x, column = (int64_t(blockIdx.y) * kThreads + threadIdx.x) * N;
   if (column >= features) return;
   const T* slot = y + token * token_stride + column;
@@ -60,7 +61,7 @@ extern "C" int OPSHIM(moe_sum)(
     const bool packs = aligned(16, sizeof(T), y, token_stride, slot_stride, features) && aligned(16, 1, out);
     const int n = packs ? wide : 1;
     const dim3 grid(tokens, ceil_div<int64_t>(ceil_div<int64_t>(features, n), kThreads));
-    return launch(packs ? sum_kernel<T, wide> : sum_kernel<T, 1>, grid, dim3(kThreads), 0, stream, (const T*)y,
+    return launch_early(packs ? sum_kernel<T, wide> : sum_kernel<T, 1>, grid, dim3(kThreads), 0, stream, (const T*)y,
                   topk_ids, (T*)out, top_k, features, token_stride, slot_stride);
   });
 }

@@ -92,18 +92,57 @@ inline int capability() {  // 90 for 9.0
 
 inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + int(error); }
 
-// Starts kernel<<<grid, block, shared>>> on the stream; an empty grid is no error. Raises the kernel's shared memory
-// limit where it may need more than the 48 KB, static memory included, that every kernel has.
+// Programmatic dependent launch: a kernel started by launch_early() may begin while the one before it in the stream
+// still runs, once all of that one's blocks have called let_next_start() or ended. Nothing that an earlier kernel may
+// have written is read, and nothing at all is written, before wait_for_previous(), which every thread calls first.
+__device__ __forceinline__ void wait_for_previous() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// In this order: whoever starts early knows that all kernels before the previous one have ended.
+__device__ __forceinline__ void start_early() {
+  wait_for_previous();
+  let_next_start();
+}
+
 template <class... Parameters, class... Arguments>
-int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream, Arguments... arguments) {
+int launch_with(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream,
+                Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return kOk;
-  if (shared > 32 * 1024) {
+  if (shared > 32 * 1024) {  // it may need more than the 48 KB, static memory included, that every kernel has
     const cudaError_t error =
         cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
     if (error != cudaSuccess) return status_of(error);
   }
-  kernel<<<grid, block, shared, cudaStream_t(stream)>>>(Parameters(arguments)...);
-  return status_of(cudaGetLastError());
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = cudaStream_t(stream);
+  config.attrs = &attribute;
+  config.numAttrs = early && capability() >= 90 ? 1 : 0;
+  return status_of(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+}
+
+// Starts kernel<<<grid, block, shared>>> on the stream; an empty grid is no error.
+template <class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream, Arguments... arguments) {
+  return launch_with(false, kernel, grid, block, shared, stream, arguments...);
+}
+// The same, of a kernel that calls wait_for_previous().
+template <class... Parameters, class... Arguments>
+int launch_early(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream,
+                 Arguments... arguments) {
+  return launch_with(true, kernel, grid, block, shared, stream, arguments...);
 }
 
 }  // namespace

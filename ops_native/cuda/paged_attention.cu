@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(Shape<D>::kThreads, Shape<D>::kResident)
   constexpr int kPitch = D + 4;  // no two lanes' sums in one bank
   extern __shared__ __align__(128) uint8_t memory[];
   __shared__ int warp_tiles[kWarps], first_sequence, first_tile;
-  let_next_kernel_start();
+  start_early();
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const int worker = blockIdx.x / shares.units;
   const Unit unit(p, blockIdx.x % shares.units);
@@ -296,13 +296,13 @@ template <class T, int D> int decode(const Attention& p, void* records, int* fir
                        (shared + 256 + attribute(cudaDevAttrReservedSharedMemoryPerBlock));
   const int64_t most = std::min<int64_t>(blocks, sm_count() * std::clamp(resident, 1, Shape<D>::kResident));
   const Shares shares{(float*)records, firsts, units, int(std::max<int64_t>(1, most / units)), warps};
-  const int status = launch(decode_kernel<T, D>, dim3(units * shares.workers), dim3(warps * kWarp), shared, stream, p,
+  const int status = launch_early(decode_kernel<T, D>, dim3(units * shares.workers), dim3(warps * kWarp), shared, stream, p,
                             shares);
   if (status != kOk) return status;
   const int64_t rows = p.rows * p.heads;
   const int join_warps = rows < sm_count() * kJoinWarps ? kJoinWarps : 1;  // of a row
   return launch_early(join_kernel<T, D>, dim3(ceil_div<int64_t>(rows * join_warps, kJoinWarps)),
-                      dim3(kJoinWarps * kWarp), stream, p, shares, join_warps);
+                      dim3(kJoinWarps * kWarp), 0, stream, p, shares, join_warps);
 }
 
 }  // namespace

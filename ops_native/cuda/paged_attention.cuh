@@ -7,7 +7,7 @@ namespace {
 constexpr int kTile = 16, kQueries = 8, kStages = 3, kJoinWarps = 8;
 
 template <int D> struct Shape {
-  static constexpr int kWarps = D == 256 ? 2 : 4, kThreads = kWarps * kWarp;
+  static constexpr int kWarps = D == 256 ? 3 : 4, kThreads = kWarps * kWarp;
   static constexpr int kResident = D == 64 ? 3 : 2;  // blocks per SM, where its shared memory holds them
   static constexpr int kTileBytes = kTile * D * 2, kPipelineBytes = kStages * 2 * kTileBytes;  // of a warp
   static constexpr int kRecord = kQueries * (D + 2);  // floats: sums [8,D], then (high, total) [8,2]
@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kJoinWarps* kWarp)
     join_kernel(const __grid_constant__ Attention p, const __grid_constant__ Shares shares, int warps) {
   constexpr int kWide = D / kWarp < 4 ? D / kWarp : 4, kPacks = D / kWarp / kWide;
   __shared__ float sums[kJoinWarps][D], totals[kJoinWarps];
-  wait_for_previous_kernel();
+  wait_for_previous();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp % warps;
   const int64_t row = (int64_t(blockIdx.x) * kJoinWarps + threadIdx.x / kWarp) / warps;
   if (row >= p.rows * p.heads) return;

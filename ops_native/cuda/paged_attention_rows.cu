@@ -21,6 +21,7 @@ __device__ int sequence_of(const Attention& p, int64_t row) {
 template <class T>
 __global__ void __launch_bounds__(kWarps* kWarp) rows_kernel(const __grid_constant__ Attention p) {
   __shared__ float outs[kWarps][kMaxSize], highs[kWarps], totals[kWarps];
+  start_early();
   const int64_t row = blockIdx.x / p.heads;
   const int head = int(blockIdx.x % p.heads), warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   T* out = (T*)p.out + int64_t(blockIdx.x) * p.size;
@@ -63,6 +64,6 @@ __global__ void __launch_bounds__(kWarps* kWarp) rows_kernel(const __grid_consta
 int opshim::attend_rows(const Attention& p, int64_t dtype, void* stream) {
   return by_dtype(dtype, [&](auto t) {
     using T = decltype(t);
-    return launch(rows_kernel<T>, dim3(p.rows * p.heads), dim3(kWarps * kWarp), 0, stream, p);
+    return launch_early(rows_kernel<T>, dim3(p.rows * p.heads), dim3(kWarps * kWarp), 0, stream, p);
   });
 }

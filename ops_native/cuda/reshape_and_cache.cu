@@ -24,6 +24,7 @@ struct Problem {
 };
 
 template <class Unit> __global__ void __launch_bounds__(kThreads) copy_kernel(const Problem p) {
+  start_early();
   const int64_t token = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
   const int i = blockIdx.y * blockDim.x + threadIdx.x;
   if (token >= p.tokens || i >= p.heads * p.size) return;
@@ -50,7 +51,7 @@ template <class Unit> int copy(Problem p, int64_t element, void* stream) {
   int across = 1;
   while (across < units && across < kThreads) across *= 2;
   const dim3 block(across, kThreads / across);
-  return launch(copy_kernel<Unit>, dim3(ceil_div<int64_t>(p.tokens, block.y), ceil_div(units, across)), block, 0,
+  return launch_early(copy_kernel<Unit>, dim3(ceil_div<int64_t>(p.tokens, block.y), ceil_div(units, across)), block, 0,
                 stream, p);
 }
 
