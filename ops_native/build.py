@@ -230,13 +230,10 @@ def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: P
     log = f"{part}.log 2>&1 || {{ cat {part}.log; exit 1; }} && mv {part}.log $out.log && mv {part} $out"
     rules = [f"rule object\n  command = {command} $flags -c $in -o {part} > {log}"]
     outputs = []
-    for variant, extra in spec.variants:
-        flags = [*spec.flags, *extra, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in spec.archs())]
-        for name in (name for name in snapshot if Path(name).match(spec.sources)):
-            key = _hash((_included(name, snapshot), flags, identity.compiler, identity.arch))
-            outputs.append(objects / f"{Path(name).stem}-{variant}-{key}.o")
-            if not outputs[-1].exists():
-                rules.append(f"build {_escape(outputs[-1])}: object {name}\n  flags = {' '.join(flags)}")
+    for name, file, flags in _objects(spec, snapshot, identity):
+        outputs.append(objects / file)
+        if not outputs[-1].exists():
+            rules.append(f"build {_escape(outputs[-1])}: object {name}\n  flags = {' '.join(flags)}")
     (work / "build.ninja").write_text("\n".join(rules) + "\n")
     failure = _run([*ninja, "-k", "0", "-C", str(work)], spec) if len(rules) > 1 else None
     usable = [str(output) for output in outputs if output.exists()]
@@ -252,6 +249,22 @@ def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: P
     if unlinked:
         raise unlinked
     return failure
+
+
+def _objects(spec: Spec, snapshot: dict[str, bytes], identity: Identity) -> Iterator[tuple[str, str, list[str]]]:
+    """(source, object file, flags), in the order of linking."""
+    for variant, extra in spec.variants:
+        flags = [*spec.flags, *extra, *(f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in spec.archs())]
+        for name in (name for name in snapshot if Path(name).match(spec.sources)):
+            key = _hash((_included(name, snapshot), flags, identity.compiler, identity.arch))
+            yield name, f"{Path(name).stem}-{variant}-{key}.o", flags
+
+
+def compile_logs(spec: Spec) -> dict[str, str]:
+    """What the compiler said of each source of a library that has been built here, in the user cache."""
+    snapshot = spec.snapshot()
+    objects = _objects(spec, snapshot, spec.identity(snapshot))
+    return {name: (user_cache() / "objects" / f"{file}.log").read_text() for name, file, _ in objects}
 
 
 def _run(command: list[str], spec: Spec) -> BuildError | None:
