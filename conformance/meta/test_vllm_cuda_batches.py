@@ -57,8 +57,6 @@ def batch(new, lengths, tables, padded=0):
 def delta_net(seams, reference, monkeypatch):
     """(new, lengths, slots, tokens, padded) -> what the core of a layer puts out for a batch, [T,HV,V]: 2 key heads, 4
     value heads of 16, 6 slots in padded pages. Metadata is vLLM's, staged for graphs as on a GPU."""
-    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-
     generator = torch.Generator().manual_seed(3)
     layer = object.__new__(seams.gdn.ShimGatedDeltaNet)
     torch.nn.Module.__init__(layer)
@@ -69,10 +67,10 @@ def delta_net(seams, reference, monkeypatch):
     page = torch.full((6, 3 * 128 + 4 * 256 + 32), torch.nan)
     layer.kv_cache = [page[:, : 3 * 128].unflatten(1, (3, 128)), page[:, 384:1408].unflatten(1, (4, 16, 16))]
 
-    builder = object.__new__(GDNAttentionMetadataBuilder)
+    builder = object.__new__(seams.gdn.ShimMetadataBuilder)
     modes = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"))
     vars(builder).update(kv_cache_spec=None, vllm_config=modes, use_spec_decode=False, gdn_prefill_backend="triton")
-    vars(builder).update(use_full_cuda_graph=True, decode_cudagraph_max_bs=8)
+    vars(builder).update(use_full_cuda_graph=True, decode_cudagraph_max_bs=8, layers=[layer])
     vars(builder).update(checkpoint_builder=SimpleNamespace(build=lambda *given: None))
     builder.non_spec_state_indices_tensor = torch.full((8,), 99, dtype=torch.int32)
     builder.non_spec_query_start_loc = torch.zeros(9, dtype=torch.int32)
@@ -87,7 +85,7 @@ def delta_net(seams, reference, monkeypatch):
         layer._forward_core(mixed_qkv=mixed_qkv.clone(), b=b, a=a, core_attn_out=out)
         return out
 
-    run.layer, run.context = layer, context
+    run.layer, run.context, run.builder = layer, context, builder
     return run
 
 
@@ -131,25 +129,37 @@ def test_tokens_behind_the_batch_are_left_alone(delta_net):
 
 
 @needs_vllm
-def test_without_metadata_the_convolution_is_compiled_once_per_pool_and_no_state_changes(delta_net, seams, monkeypatch):
-    calls, layer, tokens = [], delta_net.layer, tokens_of(3, 9)
-    monkeypatch.setattr(seams.gdn, "_compiled", set())
-    for name in ("causal_conv1d_fn", "causal_conv1d_update"):
-        monkeypatch.setattr(seams.gdn, name, lambda x, *given, **named: calls.append((x, named)))
+def test_a_prompt_of_one_token_starts_from_nothing(delta_net):
+    mine = tokens_of(2, 9)
+    whole = delta_net([2], [2], [2], mine)  # with its first token as a prefill
+    delta_net([5], [5], [4], tokens_of(5, 10))  # a sequence that ends, and leaves its slot
+    other = delta_net([5], [5], [3], tokens_of(5, 11))
+    assert other.isfinite().all()
+    kept = [pool[3].clone() for pool in delta_net.layer.kv_cache]
+    tables = torch.tensor([[3, 77], [4, 77]], dtype=torch.int32)
+    delta_net.builder.build(0, batch([1, 1], [6, 1], tables, padded=1))
+    for pool, before in zip(delta_net.layer.kv_cache, kept):
+        assert (pool[4] == 0).all()
+        assert torch.equal(pool[3], before)
+    first = delta_net([1], [1], [4], mine[:1])
+    torch.testing.assert_close(torch.cat([first, delta_net([1], [2], [4], mine[1:])]), whole, atol=1e-5, rtol=1e-4)
+
+
+@needs_vllm
+def test_without_metadata_nothing_runs(delta_net, seams, monkeypatch):
+    monkeypatch.setattr(seams.gdn.QwenGatedDeltaNetAttention, "_warmup_prefill_kernels", None)
     delta_net.context.attn_metadata = None
-    pools, layer.kv_cache = layer.kv_cache, []
-    call = tokens[:, :128], None, None, None
-    layer._forward_core(*call)
-    assert calls == []
-    layer.kv_cache = pools
-    layer._forward_core(*call)
-    layer._forward_core(*call)
-    shapes = [(tuple(x.shape), x.stride()) for x, _ in calls]
-    assert shapes == [((1, 128), (136, 1)), ((2, 128), (136, 1)), ((16, 128), (136, 1)), ((128, 2), (1, 136))]
-    for _, named in calls:
-        indices = named.get("conv_state_indices", named.get("cache_indices"))
-        assert (indices == 0).all()
-        assert indices.stride() == (1,)
+    delta_net.layer._forward_core(tokens_of(3, 9)[:, :128], None, None, None)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("asked", "active", "served"),
+    [("auto", "flashinfer", "triton"), ("flashinfer", "flashinfer", "flashinfer"), ("triton", "triton", "triton")],
+)
+def test_vllm_chooses_no_prefill_kernel_that_compiles_for_minutes_by_itself(seams, monkeypatch, asked, active, served):
+    monkeypatch.setattr(seams.gdn, "_resolve", lambda config: (asked, active))
+    assert seams.gdn.prefill_backend(None) == (asked, served)
 
 
 @needs_vllm

@@ -1,6 +1,8 @@
 """vLLM's hooks for CUDA, on the CPU: what every process does, router, experts and linear layers."""
 
 import logging
+import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +10,8 @@ import torch
 
 import opshim
 from shim.policy import Policy, using
-from shim.vllm_plugin import hooking, plugin
-from shim.vllm_plugin.versions import HookError
+from shim.vllm_plugin import hooking, plugin, serve
+from shim.vllm_plugin.versions import Hook, HookError
 
 needs_vllm = pytest.mark.xdist_group("vllm")
 
@@ -160,3 +162,115 @@ def test_the_linear_hook_is_set_only_where_vllm_gives_it_out(seams, monkeypatch)
     monkeypatch.setattr(utils, "current_platform", cuda)
     seams.linear.install()
     assert utils.dispatch_unquantized_gemm() is seams.linear.unquantized_gemm
+
+
+# ---- start-up -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "installed", "given", "value"),
+    [("cuda", False, None, "0"), ("cuda", True, None, None), ("cuda", False, "1", "1"), ("cpu", False, None, None)],
+)
+def test_no_sampler_is_compiled_by_nvcc_at_start_unless_asked_for(monkeypatch, capsys, device, installed, given, value):
+    name = "VLLM_USE_FLASHINFER_SAMPLER"
+    monkeypatch.delenv(name, raising=False)
+    if given:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(serve.util, "find_spec", lambda package: installed or None)
+    model = serve.Model("/model", "model", True, {})
+    _, environment = serve.vllm_command(model, serve.Options([]), "127.0.0.1", 8000, device)
+    assert environment.get(name) == value
+    assert (f"{name}=0" in capsys.readouterr().out) is (value == "0")
+
+
+@pytest.fixture
+def warm_up(monkeypatch):
+    """The module, for a runner of at most 12 sequences that notes what it is asked to run; skips without vLLM."""
+    pytest.importorskip("vllm")
+    from shim.vllm_plugin import warm_up
+
+    ran = []
+    table = SimpleNamespace(compute_slot_mapping=lambda *given: ran.append(("slots", given)))
+    sampler = SimpleNamespace(forward_native=lambda logits, generators, k, p: ran.append((len(logits), k, p)))
+    warm_up.runner = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=12),
+        cache_config=SimpleNamespace(mamba_cache_mode="none"),
+        input_batch=SimpleNamespace(block_table=table),
+        sampler=SimpleNamespace(topk_topp_sampler=sampler),
+        max_num_tokens=512,
+        is_pooling_model=False,
+        device="cpu",
+        _dummy_run=lambda count, **options: ran.append((count, options)),
+        _zero_block_ids=lambda blocks: ran.append(("zero", blocks)),
+    )
+    warm_up.ran = ran
+    return warm_up
+
+
+@needs_vllm
+def test_each_kind_of_count_is_run_before_the_first_request(warm_up):
+    warm_up.batches(warm_up.runner)
+    kinds = [(count, "uniform_decode" in options, "create_mixed_batch" in options) for count, options in warm_up.ran]
+    assert kinds == [(1, True, False), (2, True, False), (16, False, True)]
+    assert all(options["force_attention"] for _, options in warm_up.ran)
+    warm_up.ran.clear()
+    warm_up.blocks(warm_up.runner)
+    assert [blocks for what, blocks in warm_up.ran if what == "zero"] == [[0], [0, 0], [0] * 16]
+
+
+@needs_vllm
+def test_each_way_of_sampling_is_compiled(warm_up):
+    warm_up.sampling(warm_up.runner, torch.zeros(16, 50, dtype=torch.bfloat16))
+    assert [(rows, k is None, p is None) for rows, k, p in warm_up.ran] == [
+        (9, False, False),
+        (9, False, True),
+        (9, True, False),
+    ]
+
+
+@needs_vllm
+def test_a_step_that_fails_is_told_and_the_others_run(warm_up, monkeypatch, caplog):
+    def broken(*given):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(warm_up, "get_pp_group", lambda: SimpleNamespace(is_last_rank=True))
+    monkeypatch.setattr(warm_up.torch.random, "fork_rng", lambda devices: nullcontext())
+    monkeypatch.setattr(warm_up.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(warm_up, "_logits", lambda runner: None)
+    monkeypatch.setattr(warm_up, "batches", broken)
+    ran = []
+    for name in ("blocks", "sampling", "ranks", "grammars"):
+        monkeypatch.setattr(warm_up, name, lambda *given, name=name: ran.append(name))
+    broken.__name__ = "batches"
+    with caplog.at_level(logging.INFO, "opshim"):
+        warm_up.warm_up(SimpleNamespace(model_runner=warm_up.runner, use_v2_model_runner=False))
+    assert ran == ["blocks", "sampling", "ranks", "grammars"]
+    assert "not warmed up: batches (RuntimeError: no such kernel)" in caplog.text
+
+
+@needs_vllm
+def test_it_follows_vllms_own_warm_up_and_is_not_reported_as_late(warm_up, monkeypatch):
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    runtime = SimpleNamespace(jit_post_compile_hook="vLLM's")
+    monkeypatch.setitem(sys.modules, "triton.knobs", SimpleNamespace(runtime=runtime))
+    with warm_up._unwatched():
+        assert runtime.jit_post_compile_hook is None
+    assert runtime.jit_post_compile_hook == "vLLM's"
+
+    order = []
+    monkeypatch.setattr(warm_up, "warm_up", lambda worker: order.append("ours"))
+    monkeypatch.setattr(WorkerWrapperBase, "compile_or_warm_up_model", None, raising=False)
+    warm_up.install()
+    wrapper = object.__new__(WorkerWrapperBase)
+    wrapper.worker = SimpleNamespace(compile_or_warm_up_model=lambda: order.append("vLLM's") or "times")
+    assert wrapper.compile_or_warm_up_model() == "times"
+    assert order == ["vLLM's", "ours"]
+
+
+def test_a_hook_that_serves_no_op_stops_nothing_when_it_is_missed(monkeypatch, caplog):
+    hook = Hook("warm_up", "shim.vllm_plugin.warm_up", (), "", {"os:no_such_name": None})
+    with using(Policy("strict")), caplog.at_level(logging.WARNING, "opshim"):
+        plugin._set(hook, "0.99")
+    assert hook.state == "missed"
+    assert "hook warm_up is not set: in vLLM 0.99, os:no_such_name does not exist" in caplog.text

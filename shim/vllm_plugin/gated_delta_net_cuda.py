@@ -1,9 +1,11 @@
 """Seam: Gated DeltaNet layers on CUDA. `gdn_decode` for decode tokens, `gdn_gating` and `gdn_prefill` for the others.
 
 The core runs inside vLLM's op qwen_gdn_attention_core, which torch.compile does not look into: eagerly between pieces
-of CUDA graphs, and captured whole for batches of decodes. Projections, convolution and norm stay vLLM's. Its
-convolution kernels are compiled by Triton for the very pool that they work on, so they are run once as soon as there
-is one; vLLM's own kernels of the delta rule are never compiled.
+of CUDA graphs, and captured whole for batches of decodes. Projections, convolution and norm stay vLLM's; its kernels
+of the delta rule are never compiled nor tuned.
+
+A prompt of one token is a decode to vLLM, of whatever state its slot was left with. So the slots of such prompts are
+zeroed while the batch is prepared: before a graph reads them.
 """
 
 from __future__ import annotations
@@ -12,14 +14,45 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.custom_op import PluggableLayer
+from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
 from shim.vllm_plugin.delta_rule import DeltaRule
 
-BATCHES = (1, 2, 16)  # what Triton tells apart of a count of sequences: one, multiples of 16, others
-_compiled: set[tuple] = set()  # pools and activations that vLLM's convolution has been compiled for
+_resolve = qwen_gdn_linear_attn._resolve_gdn_prefill_backend
+
+
+class ShimMetadataBuilder(GDNAttentionMetadataBuilder):
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        known = vllm_config.compilation_config.static_forward_context
+        self.layers = [known[name] for name in layer_names]
+
+    def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
+        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
+        slots, rows = metadata.non_spec_state_indices_tensor, first_tokens(common_attn_metadata)
+        if slots is not None and rows.numel():
+            slots = slots[rows.to(slots.device)].long()
+            for layer in self.layers:
+                for pool in layer.kv_cache:
+                    pool.index_fill_(0, slots, 0)
+        return metadata
+
+
+class ShimBackend(GDNAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[ShimMetadataBuilder]:
+        return ShimMetadataBuilder
+
+
+def first_tokens(common) -> Tensor:
+    """Of a batch, the rows whose only token is the first of its sequence. From what vLLM keeps on the host."""
+    lengths, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling  # the latter is false in padding
+    if lengths is None or prefilling is None:
+        return torch.empty(0, dtype=torch.int64)
+    return ((common.query_start_loc_cpu.diff() == 1) & (lengths <= 1) & prefilling).nonzero().squeeze(1)
 
 
 class ShimGatedDeltaNet(DeltaRule, QwenGatedDeltaNetAttention):
@@ -29,6 +62,9 @@ class ShimGatedDeltaNet(DeltaRule, QwenGatedDeltaNetAttention):
         super().__init__(*args, **kwargs)
         self.serve_or_miss()
 
+    def get_attn_backend(self) -> type[ShimBackend]:
+        return ShimBackend
+
     def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
         if self.refusal:
             return super()._forward_core(mixed_qkv, b, a, core_attn_out)
@@ -36,8 +72,8 @@ class ShimGatedDeltaNet(DeltaRule, QwenGatedDeltaNetAttention):
         if isinstance(metadata, dict):
             metadata = metadata.get(self.prefix)
         if metadata is None:  # while vLLM measures memory and compiles
-            self._compile_convolution(mixed_qkv)
-        elif metadata.num_prefills:
+            return
+        if metadata.num_prefills:
             self._mixed(mixed_qkv, b, a, core_attn_out, metadata)
         elif metadata.num_decodes:
             self._decodes(mixed_qkv, b, a, core_attn_out, metadata)
@@ -89,34 +125,6 @@ class ShimGatedDeltaNet(DeltaRule, QwenGatedDeltaNetAttention):
         weight = self.conv1d.weight
         return weight.view(weight.size(0), weight.size(2))
 
-    def _compile_convolution(self, mixed_qkv: Tensor) -> None:
-        """Runs the convolution on the null block of the pool, if vLLM has bound one by now: nothing changes there."""
-        pools = getattr(self, "kv_cache", None)
-        if not pools or pools[0].numel() == 0 or (mixed_qkv.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
-        conv_state, weight = self.states()[0], self._conv_weight()
-        step = mixed_qkv.stride(0), 1
-        key = conv_state.shape, conv_state.stride(), conv_state.dtype, weight.shape, mixed_qkv.dtype, step
-        if key in _compiled:
-            return
-        _compiled.add(key)
-        for batch in BATCHES:
-            tokens = mixed_qkv.new_empty_strided((max(batch, 2), mixed_qkv.size(1)), step)  # strides of size 1 vanish
-            nulls = torch.full((batch,), NULL_BLOCK_ID, dtype=torch.int32, device=mixed_qkv.device)
-            causal_conv1d_update(
-                tokens[:batch], conv_state, weight, self.conv1d.bias, self.activation, conv_state_indices=nulls
-            )
-        causal_conv1d_fn(
-            tokens[:2].transpose(0, 1),
-            weight,
-            self.conv1d.bias,
-            conv_state,
-            torch.tensor([0, 2], dtype=torch.int32, device=mixed_qkv.device),
-            cache_indices=nulls[:1],
-            has_initial_state=torch.zeros(1, dtype=torch.bool, device=mixed_qkv.device),
-            activation=self.activation,
-        )
-
 
 def dense_slots(metadata) -> Tensor:
     """A batch's slots at stride 1: Triton would compile the convolution for each other stride. Made once per batch."""
@@ -127,5 +135,12 @@ def dense_slots(metadata) -> Tensor:
     return slots
 
 
+def prefill_backend(vllm_config) -> tuple[str, str]:
+    """What was asked for, and the kernel of vLLM's for it: none that is compiled for minutes unless it was asked for."""
+    asked, active = _resolve(vllm_config)
+    return asked, "triton" if asked == "auto" else active
+
+
 def install() -> None:
+    qwen_gdn_linear_attn._resolve_gdn_prefill_backend = prefill_backend
     PluggableLayer.register_oot(ShimGatedDeltaNet, name="QwenGatedDeltaNetAttention")

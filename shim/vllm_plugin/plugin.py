@@ -85,4 +85,7 @@ def _set(hook: Hook, version: str) -> None:
         hook.state = "set"
     except (HookError, ImportError) as error:
         hook.state, hook.reason = "missed", str(error)
+        if not hook.ops:  # nothing that is served depends on it
+            hooking.log.warning("hook %s is not set: in vLLM %s, %s", hook.name, version, error)
+            return
         hooking.miss(f"hook {hook.name} ({', '.join(hook.ops)})", f"in vLLM {version}, {error}")

@@ -249,6 +249,8 @@ def vllm_command(
         if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")):
             command += ["--enforce-eager"]
             defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
+    elif util.find_spec("flashinfer_jit_cache") is None:
+        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else nvcc compiles it first, for 100 s
     taken = {name: value for name, value in defaults.items() if name not in environment}
     if rules:
         command += ["--middleware", request_rules.PATH]

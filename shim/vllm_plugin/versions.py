@@ -179,6 +179,8 @@ CUDA = [
             f"{LAYERS}.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention._forward_core": (
                 "self, mixed_qkv, b, a, core_attn_out"
             ),
+            f"{LAYERS}.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention.get_attn_backend": "self",
+            f"{LAYERS}.mamba.gdn.qwen_gdn_linear_attn:_resolve_gdn_prefill_backend": "vllm_config",
             **DELTA_RULE,
             f"{LAYERS}.mamba.ops.causal_conv1d:causal_conv1d_fn": (
                 "x, weight, bias, conv_states, query_start_loc, cache_indices, has_initial_state, activation, "
@@ -187,6 +189,12 @@ CUDA = [
             ),
             f"{LAYERS}.mamba.ops.causal_conv1d:causal_conv1d_update": (UPDATE, f"{UPDATE}, out"),  # 0.24, 0.32
             "vllm.forward_context:get_forward_context": "",
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionBackend.get_builder_cls": "",
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadataBuilder.__init__": (
+                "self, kv_cache_spec, layer_names, vllm_config, device"
+            ),
+            f"{ATTENTION}.backend:CommonAttentionMetadata.seq_lens_cpu_upper_bound": None,
+            f"{ATTENTION}.backend:CommonAttentionMetadata.is_prefilling": None,
             f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.has_initial_state": None,
             f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.non_spec_query_start_loc": None,
             f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.non_spec_state_indices_tensor": None,
@@ -237,6 +245,16 @@ CUDA = [
         {
             f"{LAYERS}.utils:default_unquantized_gemm": "layer, x, weight, bias",
             f"{LAYERS}.utils:dispatch_unquantized_gemm": ("", "linear_backend"),  # 0.24, 0.32
+        },
+    ),
+    Hook(
+        "warm_up",
+        "shim.vllm_plugin.warm_up",
+        (),
+        "method compile_or_warm_up_model put into WorkerWrapperBase",
+        {
+            "vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model": "self",
+            "vllm.v1.worker.worker_base:WorkerWrapperBase.__getattr__": "self, attr",
         },
     ),
 ]
