@@ -33,8 +33,8 @@ constexpr int kChunk = 64;
 // Halves: the lower triangle of 64 x 64 in tiles of 16 x 16, of each the high parts, then the low ones.
 constexpr int kTriangle = 10 * 2 * 256;
 // Exponents that rows are scaled to: the largest magnitude of k and q, the magnitudes' sum of the triangles, the
-// largest of the state and of what remains of v.
-constexpr int kTopInputs = 7, kTopRows = 7, kTopState = 13;
+// largest of the state and of what remains of v. u, below 2^(9 + 1 + 4 + 1), is a half as it is.
+constexpr int kTopInputs = 7, kTopRows = 4, kTopState = 13, kTopRest = 9;
 
 __device__ __forceinline__ int tile_offset(int i, int j) { return (i * (i + 1) / 2 + j) * 2 * 256; }
 
@@ -126,8 +126,8 @@ template <int N> __device__ __forceinline__ void row_tops(const float (&x)[N][4]
   top0 = top1 = 0;
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    top0 = larger(larger(top0, fabsf(x[n][0])), fabsf(x[n][1]));
-    top1 = larger(larger(top1, fabsf(x[n][2])), fabsf(x[n][3]));
+    top0 = larger(top0, larger(fabsf(x[n][0]), fabsf(x[n][1])));
+    top1 = larger(top1, larger(fabsf(x[n][2]), fabsf(x[n][3])));
   }
 #pragma unroll
   for (int offset = 1; offset < 4; offset *= 2) {

@@ -212,7 +212,7 @@ __device__ __forceinline__ void invert_rows(const HeadShared& s, int i, float (&
 }
 
 // A warp's 16 rows of a lower triangle, tile row i, to global memory: each row in two parts, scaled so that its
-// magnitudes' sum is below 2^8. False: beyond the range of halves. up0, up1: what this lane's rows are to be multiplied
+// magnitudes' sum is below 2^5. False: beyond the range of halves. up0, up1: what this lane's rows are to be multiplied
 // by.
 __device__ __forceinline__ bool store_rows(f16* to, int i, const float (&x)[8][4], float& up0, float& up1) {
   const int lane = threadIdx.x % kWarp;

@@ -1,22 +1,16 @@
 // gdn_prefill in chunks, phase 2: the states, chunk after chunk, and the outputs.
 //
-// A block takes 32 rows of one head's state through a sequence, with three kinds of warps:
+// A block takes 32 rows of one head's state through a sequence, with two kinds of warps:
 //
-//   4 updating  hold the state in registers, as float32 fragments C of 16 rows by half of K. The result of one product,
-//               split into two halves, is operand A of the next: so the chain S -> S k -> v - S k -> u -> S stays in
-//               registers, but for what the two warps of the same rows tell each other: their parts of S k, and the
-//               corrections u (each solves for half of the tokens).
-//   4 reading   take S q and the corrections' part of the outputs.
-//   1 fetching  keeps up to three chunks in shared memory. Two blocks of the same head form a cluster, where there are
-//               clusters; each fetches half of what they share, for both: the L2 cache's bandwidth is the next limit.
+//   8 updating  four to 16 rows. The state stays in their registers, in float32: each has a quarter of the columns, and
+//               corrects a quarter of the chunk's tokens. The four meet between these steps, and wait for nobody else:
+//                 S k of the own columns | v - S k of the own tokens | the same in two halves | solve: u | S <- d S + u k
+//   4 reading   take S q and the corrections' part of the outputs, a step or two behind, and keep up to three chunks in
+//               shared memory. Two blocks of the same head form a cluster, where there are clusters; each fetches half
+//               of what they share, for both: the L2 cache's bandwidth is the next limit.
 //
-//   step   updating                        reading
-//    1     publish S in two halves, S k    (outputs of the chunk before)
-//    2     v - S k, solve, publish u       S q
-//    3     S <- d S + sum u k              outputs
-//
-// with all but the fetching warp meeting between 1 and 2 and between 2 and 3. What takes time is the updating warps'
-// chain, some 2000 cycles per chunk.
+// Twelve warps can have 168 registers each, one more only 128. Per chunk the chain of steps, shared memory (some 370 KB)
+// and the tensor cores (252 products per scheduler) need some 2000, 2900 and 1800 cycles, partly at the same time.
 #pragma once
 #include "gdn_prefill_warps.cuh"
 
@@ -34,10 +28,10 @@ template <class T> struct Source {
   bool packs;   // values: by 16 bytes
 };
 
-// By one warp, into a stage that is free in all blocks of the cluster.
+// By the reading threads, into a stage that is free in all blocks of the cluster.
 template <class T, int K>
 __device__ __forceinline__ void fetch(Stage<T, K>& to, Barrier& full, const Source<T>& from) {
-  const int lane = threadIdx.x % kWarp;
+  const int thread = threadIdx.x - kUpdating;
   constexpr int keys = 2 * kChunk * K * sizeof(f16);
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   const int blocks = cluster_size(), rank = cluster_rank();
@@ -45,21 +39,21 @@ __device__ __forceinline__ void fetch(Stage<T, K>& to, Barrier& full, const Sour
     const int first = size / 16 * rank / blocks * 16, end = size / 16 * (rank + 1) / blocks * 16;
     copy_to_all((char*)to + first, (const char*)from + first, end - first, full, blocks);
   };
-  if (lane == 0) {
+  if (thread == 0) {
     expect(full, keys + sizeof(HeadChunk));
     share(to.keys, from.keys, keys);
     share(&to.head, from.head, sizeof(HeadChunk));
   }
 #else
 #pragma unroll 4
-  for (int i = lane; i < keys / 16; i += kWarp)
+  for (int i = thread; i < keys / 16; i += kReading)
     copy_async(shared_address((uint4*)to.keys + i), (const uint4*)from.keys + i, true);
 #pragma unroll 4
-  for (int i = lane; i < int(sizeof(HeadChunk) / 16); i += kWarp)
+  for (int i = thread; i < int(sizeof(HeadChunk) / 16); i += kReading)
     copy_async(shared_address((uint4*)&to.head + i), (const uint4*)from.head + i, true);
 #endif
 #pragma unroll
-  for (int i = lane; i < kChunk * kSlice / 8; i += kWarp) {
+  for (int i = thread; i < kChunk * kSlice / 8; i += kReading) {
     const int token = i / (kSlice / 8), eight = i % (kSlice / 8);
     const bool real = token < from.count;
     const T* at = from.values + (real ? token : 0) * from.token_stride + eight * 8;
@@ -102,71 +96,94 @@ __global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(
   };
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) init(exchange.full[i], 2 * kWarp), init(exchange.empty[i], cluster_size());
+    exchange.task = Task{sequence, slice, begins, ends};
+    for (int i = 0; i < kStages; ++i)
+      init(exchange.full[i], 2 * kReading), init(exchange.empty[i], cluster_size() * kScanThreads / kWarp);
+    for (RowGroup<K>& x : exchange.rows)
+      init(x.published, kParts), init(x.asked, kParts + 2), init(x.corrected, kParts), init(x.answered, 2);
     publish_barriers();
   }
   cluster_sync();
 
-  const int kind = threadIdx.x < kUpdating ? 0 : threadIdx.x < kMeeting ? 1 : 2;
-  Updating<T, K> updating;
-  const auto state = [&](auto f) {  // f(value, where it lies from the start of this head's state)
-    updating.each([&](float& x, int row, int column) { f(x, (slice * kSlice + row) * K + column); });
+  const int warp = __shfl_sync(kAllLanes, int(threadIdx.x) / kWarp, 0);  // the compiler is to see that it is a warp's
+  const bool updates = warp < kUpdating / kWarp;
+  Updating<T, K> updating(warp);
+  const Task& task = exchange.task;
+  const auto state = [&](auto f) {  // f(value, its place in the pool, if it has one, and in what is carried)
+    const int64_t at = task.slice * kSlice * K, carried = task.sequence.head * p.V * K + at;
+    updating.each([&](float& x, int row, int column) {
+      f(x, task.sequence.state + at + row * K + column, scratch.carry + carried + row * K + column);
+    });
   };
-  float* const carry = scratch.carry + head * p.V * K;
-  int32_t& redo = scratch.redo[(n * p.HV + head) * slices + slice];
+  const auto redo = [&]() -> int32_t& {
+    return scratch.redo[(task.sequence.n * p.HV + task.sequence.head) * (p.V / kSlice) + task.slice];
+  };
   int now = 0, parity = 0;  // of the stage with the chunk at hand
   const auto advance = [&] { now + 1 < stages ? ++now : (now = 0, parity ^= 1); };
+  const auto leave = [&] {  // this warp has done with the chunk at hand
+    __syncwarp();
+    if (int(threadIdx.x % kWarp) < cluster_size()) arrive_at(exchange.empty[now], threadIdx.x % kWarp);
+  };
 
-  if (kind == 0) {
-    state([&](float& x, int64_t at) {
-      x = !begins ? carry[at] : !sequence.continued ? 0.0f
-          : pool_is_f32 ? ((const float*)pool)[sequence.state + at] : to_f32(((const T*)pool)[sequence.state + at]);
+  if (updates) {
+    state([&](float& x, int64_t at, const float* carry) {
+      x = !task.begins ? *carry : !task.sequence.continued ? 0.0f
+          : pool_is_f32 ? ((const float*)pool)[at] : to_f32(((const T*)pool)[at]);
     });
-    for (int chunk = 0; chunk < count; ++chunk, advance()) {
-      float product[8][4], up0, up1;
-      wait(exchange.full[now], parity);
-      updating.publish(stage[now], exchange, product);
-      meet(kMeeting);
-      updating.correct(stage[now], exchange, product, up0, up1);
-      meet(kMeeting);
-      updating.update(stage[now], exchange, up0, up1);
+    RowGroup<K>& x = exchange.rows[updating.rows];
+    if (count > 0) {
+      wait(exchange.full[0], 0);
+      updating.load_keys(stage[0]);
     }
-    float top0, top1;
-    updating.tops(top0, top1);
-  } else if (kind == 1) {
-    const Reading<T, K> reading;
+    for (int chunk = 0; chunk < count; ++chunk, advance())
+      updating.step(stage[now], x, chunk % 2, [&] {
+        leave();
+        if (chunk + 1 == count) return;
+        const int next = now + 1 < stages ? now + 1 : 0;
+        wait(exchange.full[next], next ? parity : parity ^ 1);
+        updating.load_keys(stage[next]);
+      });
+    updating.finish(x);
+  } else {
+    const Reading<T, K> reading(warp - kUpdating / kWarp);
+    RowGroup<K>& x = exchange.rows[reading.rows];
     const int token_stride = int(p.HV * p.V);
     T* out = o + (first_token * p.HV + head) * p.V + slice * kSlice;
-    for (int chunk = 0; chunk < count; ++chunk, advance(), out += kChunk * token_stride) {
-      float product[4][4];
-      wait(exchange.full[now], parity);
-      meet(kMeeting);
-      if (chunk > 0 && threadIdx.x < kUpdating + cluster_size())  // none is at work with the chunk before
-        arrive_at(exchange.empty[now ? now - 1 : stages - 1], threadIdx.x - kUpdating);
-      reading.ask(stage[now], exchange, product);
-      meet(kMeeting);
-      reading.answer(stage[now], exchange, product, out, token_stride, tokens_at(chunk));
-    }
-  } else {
-    for (int chunk = 0; chunk < count; ++chunk, advance()) {
-      wait(exchange.empty[now], parity ^ 1);
+    const auto fetch_chunk = [&](int chunk, int to) {
       const int64_t place = first + chunk - part.first;
       const Source<T> from = {scratch.keys + (place * p.H + sequence.shared) * 2 * kChunk * K,
                               scratch.heads + place * p.HV + head,
                               v.at(first_token + chunk * kChunk, head) + slice * kSlice, v.token_stride,
                               tokens_at(chunk), packs};
-      fetch(stage[now], exchange.full[now], from);
+      fetch(stage[to], exchange.full[to], from);
+    };
+    for (int chunk = 0; chunk < min(stages, count); ++chunk) fetch_chunk(chunk, chunk);
+    for (int chunk = 0; chunk < count; ++chunk, advance(), out += kChunk * token_stride) {
+      float product[4][4];
+      wait(exchange.full[now], parity);
+      wait(x.published, chunk % 2);
+      reading.ask(stage[now], x, product);
+      arrive_warp(x.asked);
+      if (chunk > 0 && chunk - 1 + stages < count) {  // into the stage of the chunk before, which most have left
+        const int before = now ? now - 1 : stages - 1;
+        wait(exchange.empty[before], now ? parity : parity ^ 1);
+        fetch_chunk(chunk - 1 + stages, before);
+      }
+      wait(x.corrected, chunk % 2);
+      reading.answer(stage[now], x, product, out, token_stride, tokens_at(chunk));
+      arrive_warp(x.answered);
+      leave();
     }
   }
 
-  const bool irregular = __syncthreads_or(updating.irregular || (!begins && redo));
-  if (begins) clear_uncovered(p, sequence, o, slice * kSlice, kSlice);
-  if (threadIdx.x == 0) redo = irregular;
-  if (kind == 0 && (!ends || (sequence.kept && !irregular)))
-    state([&](float& x, int64_t at) {
-      if (!ends) carry[at] = x;
-      else if (pool_is_f32) ((float*)pool)[sequence.state + at] = x;
-      else ((T*)pool)[sequence.state + at] = from_f32<T>(x);
+  const bool irregular = __syncthreads_or(updating.irregular || (!task.begins && redo()));
+  if (task.begins) clear_uncovered(p, task.sequence, o, task.slice * kSlice, kSlice);
+  if (threadIdx.x == 0) redo() = irregular;
+  if (updates && (!task.ends || (task.sequence.kept && !irregular)))
+    state([&](float& x, int64_t at, float* carry) {
+      if (!task.ends) *carry = x;
+      else if (pool_is_f32) ((float*)pool)[at] = x;
+      else ((T*)pool)[at] = from_f32<T>(x);
     });
   cluster_sync();  // the others may still send to this block
 }

@@ -4,7 +4,9 @@
 
 namespace {
 
-constexpr int kUpdating = 128, kReading = 128, kMeeting = kUpdating + kReading, kScanThreads = kMeeting + kWarp;
+constexpr int kRowGroups = kSlice / 16, kParts = 4;
+constexpr int kGroup = kParts * kWarp;  // threads that update 16 rows
+constexpr int kUpdating = kRowGroups * kGroup, kReading = 128, kScanThreads = kUpdating + kReading;
 constexpr int kStages = 3;  // chunks in shared memory at most; at least two
 
 template <class T, int K> struct alignas(16) Stage {
@@ -12,12 +14,26 @@ template <class T, int K> struct alignas(16) Stage {
   HeadChunk head;
   T values[kChunk * kSlice];  // see value_offset
 };
+template <int K> struct alignas(16) RowGroup {  // of 16 rows
+  Fragment state[K / 16][kWarp];
+  // [part of the tokens]: S k of the three other parts of the columns, as fragments C; then v - S k and u times `write`
+  Fragment parts[kParts][kParts - 1][kWarp];
+  Fragment corrections[kParts][kWarp];   // u
+  float state_up[16][kParts], up[16];    // what products with `state` and `corrections` are to be multiplied by
+  float tops[16][kParts];                // the largest of each part of v - S k
+  Barrier published, asked;              // `state`; nobody needs it, and `parts`, any more
+  Barrier corrected, answered;           // `corrections`, likewise
+};
+constexpr int kRest = 0, kWrites = 1;
+
+struct Task {  // of the block; kept here for the end, as the loop needs all registers
+  Sequence sequence;
+  int64_t slice;
+  bool begins, ends;  // the sequence, in this part
+};
 template <int K> struct alignas(16) Exchange {
-  Fragment state[2][K / 16][kWarp];      // [rows][step of K]
-  Fragment corrections[2][4][kWarp];     // [rows][step of tokens]: u
-  Fragment writes[2][4][kWarp];          // u times `write`
-  float4 products[4][8][kWarp];          // of each updating warp: its part of S k, fragments C
-  float state_up[2][2][16], up[2][16];   // what products with `state` and `corrections` are to be multiplied by
+  RowGroup<K> rows[kRowGroups];
+  Task task;
   Barrier full[kStages], empty[kStages];
 };
 
@@ -41,208 +57,303 @@ __device__ __forceinline__ bool irregular_chunk(const Scalars& scalars) {
   return rows.x | rows.y | rows.z | rows.w;
 }
 
-// 16 rows of `a` times the rows of a lower triangle, tile row i of it: the product of two parts each, less that of the
-// low ones. Sums are taken apart, for three chains in place of one.
-__device__ __forceinline__ void triangle_rows(float (&sum)[2][4], const Fragment (&a)[4], const f16* triangle, int i) {
-  float main[2][4] = {}, left[2][4] = {}, right[2][4] = {};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    if (j && j > i) continue;
-    uint32_t high[4], low[4];
-    const uint4* tile = (const uint4*)(triangle + tile_offset(i, j)) + threadIdx.x % kWarp;
-    *(uint4*)high = tile[0], *(uint4*)low = tile[kWarp];
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      mma(left[n], a[j].low, high[2 * n], high[2 * n + 1]);
-      mma(right[n], a[j].high, low[2 * n], low[2 * n + 1]);
-      mma(main[n], a[j].high, high[2 * n], high[2 * n + 1]);
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int m = 0; m < 4; ++m) sum[n][m] = main[n][m] + (left[n][m] + right[n][m]);
+// Tile (i, j) of a triangle: the high parts, the low ones.
+__device__ __forceinline__ void load_tile(uint32_t (&to)[2][4], const f16* triangle, int i, int j) {
+  const uint4* tile = (const uint4*)(triangle + tile_offset(i, j)) + threadIdx.x % kWarp;
+  *(uint4*)to[0] = tile[0], *(uint4*)to[1] = tile[kWarp];
 }
 
-// The tile rows of tokens that the first and second warp of a pair take: 0 and 3, 1 and 2, the same work.
-__device__ __forceinline__ int tile_row(int half, int which) { return which ? 3 - half : half; }
+// Adds a times a tile's rows: the product of two parts each, less that of the low ones. Sums are taken apart, for three
+// chains in place of one.
+__device__ __forceinline__ void multiply(float (&main)[2][4], float (&left)[2][4], float (&right)[2][4],
+                                         const Fragment& a, const uint32_t (&tile)[2][4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    mma(left[n], a.low, tile[0][2 * n], tile[0][2 * n + 1]);
+    mma(right[n], a.high, tile[1][2 * n], tile[1][2 * n + 1]);
+    mma(main[n], a.high, tile[0][2 * n], tile[0][2 * n + 1]);
+  }
+}
 
+// By all lanes of a warp.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) arrive(barrier);
+}
+
+// Of 16 tokens and 16 columns of keys or queries, the operands B of two products.
+template <int K> __device__ __forceinline__ void load_rows(uint32_t (&to)[4], const f16* from, int tokens, int step) {
+  const int lane = threadIdx.x % kWarp;
+  load_matrices(to, from + ((2 * tokens + lane / 16) * (K / 8) + 2 * step + lane % 16 / 8) * 64 + lane % 8 * 8);
+}
+
+__device__ __forceinline__ float largest(const float (&x)[kParts]) {
+  const float4 all = *(const float4*)x;
+  return larger(larger(all.x, all.y), larger(all.z, all.w));
+}
+
+// One of the four warps of 16 rows: it holds a quarter of their columns, and corrects a quarter of the tokens. What
+// does not depend on the other warps is loaded, and computed, before they meet; of four parts the own is the first.
 template <class T, int K> struct Updating {
-  static constexpr int kColumns = K / 16, kSteps = K / 32;  // of eight columns each; of sixteen
-  int warp, lane, rows, half, c;
+  static constexpr int kColumns = K / 32, kSteps = K / 64;  // of a quarter: of eight columns each; of sixteen
+  int lane, rows, part, c;
   float s[kColumns][4];
+  uint32_t keys[kSteps][kParts][4];  // of the chunk at hand: of these columns, operands B, the own tokens first
   float least0 = 0, least1 = 0;  // of the rows' largest elements: below that, digits may be missing
   bool irregular = false;
 
-  __device__ __forceinline__ Updating()
-      : warp(threadIdx.x / kWarp), lane(threadIdx.x % kWarp), rows(warp / 2), half(warp % 2), c(2 * (lane % 4)) {}
+  // Warps of one scheduler solve for five parts together.
+  __device__ __forceinline__ explicit Updating(int warp)
+      : lane(threadIdx.x % kWarp), rows(warp / kParts), part(rows ? kParts - 1 - warp % kParts : warp % kParts),
+        c(2 * (lane % 4)) {}
+
+  __device__ __forceinline__ void meet_group() const { meet(kGroup, 1 + rows); }
+  __device__ __forceinline__ int other(int i) const { return (part + i) % kParts; }
 
   // f(value, row of the slice, column)
   template <class F> __device__ __forceinline__ void each(F f) {
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) f(s[n][i], rows * 16 + lane / 4 + i / 2 * 8, half * (K / 2) + n * 8 + c + i % 2);
+      for (int i = 0; i < 4; ++i) f(s[n][i], rows * 16 + lane / 4 + i / 2 * 8, part * (K / 4) + n * 8 + c + i % 2);
   }
 
-  __device__ __forceinline__ void tops(float& top0, float& top1) {
-    row_tops(s, top0, top1);
+  __device__ __forceinline__ void check(float top0, float top1) {
     const auto regular = [](float top, float least) { return top >= least && top <= 0x1p100f; };  // not so of NaN
     irregular |= !regular(top0, least0) || !regular(top1, least1);
   }
 
-  // product: of this half of K
-  __device__ __forceinline__ void publish(const Stage<T, K>& now, Exchange<K>& x, float (&product)[8][4]) {
-    float top0, top1;
-    tops(top0, top1);
-    const Power power0 = power_for<kTopState>(top0), power1 = power_for<kTopState>(top1);
-    if (c == 0) x.state_up[rows][half][lane / 4] = power0.up, x.state_up[rows][half][lane / 4 + 8] = power1.up;
+  __device__ __forceinline__ void load_keys(const Stage<T, K>& now) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+    for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) product[n][i] = 0;
-#pragma unroll
-    for (int step = 0; step < kSteps; step += 2) {
-      uint32_t b[8][4];
-#pragma unroll
-      for (int n = 0; n < 8; ++n)
-        load_matrices(b[n], now.keys + (n * (K / 8) + half * kColumns + 2 * step) * 64 + lane * 8);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const Fragment a = split(s[2 * (step + i)], s[2 * (step + i) + 1], power0.down, power1.down);
-        store(x.state[rows][half * kSteps + step + i], lane, a);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) mma(product[n], a.low, b[n][2 * i], b[n][2 * i + 1]);
-#pragma unroll
-        for (int n = 0; n < 8; ++n) mma(product[n], a.high, b[n][2 * i], b[n][2 * i + 1]);
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      product[n][0] *= power0.up, product[n][1] *= power0.up, product[n][2] *= power1.up, product[n][3] *= power1.up;
-      x.products[warp][n][lane] = *(const float4*)product[n];
-    }
+      for (int j = 0; j < kParts; ++j) load_rows<K>(keys[i][j], now.keys, other(j), part * kSteps + i);
   }
 
-  // up0, up1: what products with `writes` are to be multiplied by
-  __device__ __forceinline__ void correct(const Stage<T, K>& now, Exchange<K>& x, float (&product)[8][4], float& up0,
-                                          float& up1) {
-    uint32_t v[4][4];  // of each sixteen tokens: this lane's two rows, two tokens each, of the first eight; of the rest
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      load_transposed(v[j], now.values + value_offset(j * 16 + lane / 16 * 8 + lane % 8, rows * 2 + lane % 16 / 8));
-#pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const float4 other = x.products[warp ^ 1][n][lane];
-      const float2 read = *(const float2*)&now.head.scalars.read[n * 8 + c];
-      const float2 above = unpack<T>(v[n / 2][n % 2 * 2]), below = unpack<T>(v[n / 2][n % 2 * 2 + 1]);
-      float(&y)[4] = product[n];
-      y[0] = fmaf(-read.x, y[0] + other.x, above.x), y[1] = fmaf(-read.y, y[1] + other.y, above.y);
-      y[2] = fmaf(-read.x, y[2] + other.z, below.x), y[3] = fmaf(-read.y, y[3] + other.w, below.y);
-    }
-    float top0, top1;
-    row_tops(product, top0, top1);
-    irregular |= !scales(top0) || !scales(top1) || irregular_chunk(now.head.scalars);
-    const Power power0 = power_for<kTopState>(top0), power1 = power_for<kTopState>(top1);
-    Fragment a[4];
-#pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = split(product[2 * j], product[2 * j + 1], power0.down, power1.down);
+  // keys has been loaded; load_next() does so for the chunk after this.
+  template <class F>
+  __device__ __forceinline__ void step(const Stage<T, K>& now, RowGroup<K>& x, int parity, F load_next) {
+    uint32_t v[4];  // this lane's two rows, two tokens each, of the first eight; of the others
+    float y[2][4], up0, up1;
+    Fragment a[kSteps];
+    multiply_keys(x, parity, a, y);
+    load_transposed(v, now.values + value_offset(part * 16 + lane / 16 * 8 + lane % 8, rows * 2 + lane % 16 / 8));
+    meet_group();
 
-    // The sums of rows of `solve` bound u, below 2^(13 + 1 + 7 + 1): halves have room for 2^-7 of it.
-    constexpr float down = 1.0f / (1 << kTopRows), up = 1 << kTopRows;
+    remain(now, x, a, v, y);
+    uint32_t solve[kParts][2][4];  // tiles of row `part`, that on the diagonal last
 #pragma unroll
-    for (int which = 0; which < 2; ++which) {
-      const int i = tile_row(half, which);
-      float u[2][4];
-      triangle_rows(u, a, now.head.solve, i);
-      store(x.corrections[rows][i], lane, split(u[0], u[1], down, down));
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        const float2 write = *(const float2*)&now.head.scalars.write[(2 * i + n) * 8 + c];
-        u[n][0] *= write.x, u[n][1] *= write.y, u[n][2] *= write.x, u[n][3] *= write.y;
-      }
-      store(x.writes[rows][i], lane, split(u[0], u[1], down, down));
-    }
-    if (half == 0 && c == 0) x.up[rows][lane / 4] = up * power0.up, x.up[rows][lane / 4 + 8] = up * power1.up;
-    up0 = up * power0.up * now.head.scalars.write_up, up1 = up * power1.up * now.head.scalars.write_up;
-    least0 = top0 > 0.0f ? 8.0f * up0 : 0.0f, least1 = top1 > 0.0f ? 8.0f * up1 : 0.0f;
-  }
+    for (int j = 0; j < kParts - 1; ++j)
+      if (j < part) load_tile(solve[j], now.head.solve, part, j);
+    load_tile(solve[kParts - 1], now.head.solve, part, part);
+    meet_group();
 
-  __device__ __forceinline__ void update(const Stage<T, K>& now, const Exchange<K>& x, float up0, float up1) {
-    float sum[kColumns][4] = {};
+    // The largest part, that of the diagonal, apart: tensor cores truncate each sum.
+    float most[2][4] = {}, main[2][4] = {}, left[2][4] = {}, right[2][4] = {};
+    const Fragment rest = share(now, x, y, up0, up1);
+    multiply(most, left, right, rest, solve[kParts - 1]);
+    wait(x.answered, parity ^ 1);
+    meet_group();
+
 #pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      const Fragment a = load(x.writes[rows][step], lane);
-      uint32_t b[kColumns / 2][4];
+    for (int j = 0; j < kParts - 1; ++j)
+      if (j < part) multiply(main, left, right, load(x.parts[j][kRest], lane), solve[j]);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int m = 0; m < 4; ++m) y[n][m] = most[n][m] + (main[n][m] + (left[n][m] + right[n][m]));
+    const Fragment writes = correct(now, x, y);
+    uint32_t columns[kParts][kColumns / 2][4];
+#pragma unroll
+    for (int i = 0; i < kParts; ++i)
 #pragma unroll
       for (int n = 0; n < kColumns / 2; ++n) {
-        const int row = 2 * step + lane % 16 / 8, column = half * kColumns + 2 * n + lane / 16;  // the matrix named
-        load_transposed(b[n], now.keys + (row * (K / 8) + column) * 64 + lane % 8 * 8);
+        const int row = 2 * other(i) + lane % 16 / 8, column = part * kColumns + 2 * n + lane / 16;  // the matrix named
+        load_transposed(columns[i][n], now.keys + (row * (K / 8) + column) * 64 + lane % 8 * 8);
       }
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) mma(sum[n], a.low, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) mma(sum[n], a.high, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-    }
+    float low[kColumns][4] = {}, high[kColumns][4] = {};
+    update(low, high, writes, columns[0]);
     const float decay = now.head.scalars.decay;
+    meet_group();
+
+    Fragment all[kParts];
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) all[i] = load(x.parts[other(i)][kWrites], lane);
+    arrive_warp(x.asked);
+#pragma unroll
+    for (int i = 1; i < kParts; ++i) update(low, high, all[i], columns[i]);
+    load_next();
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = fmaf(sum[n][i], i < 2 ? up0 : up1, decay * s[n][i]);
+      for (int m = 0; m < 4; ++m) s[n][m] = fmaf(high[n][m] + low[n][m], m < 2 ? up0 : up1, decay * s[n][m]);
+  }
+
+  // a: the state in two parts. Its product with the keys, of these columns: y of the own tokens, the rest to the
+  // others.
+  __device__ __forceinline__ void multiply_keys(RowGroup<K>& x, int parity, Fragment (&a)[kSteps], float (&y)[2][4]) {
+    float top0, top1, product[kParts][2][4] = {};
+    row_tops(s, top0, top1);
+    const Power power0 = power_for<kTopState>(top0), power1 = power_for<kTopState>(top1);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      a[i] = split(s[2 * i], s[2 * i + 1], power0.down, power1.down);
+#pragma unroll
+      for (int j = kParts; j-- > 0;)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) mma(product[j][n], a[i].low, keys[i][j][2 * n], keys[i][j][2 * n + 1]);
+#pragma unroll
+      for (int j = kParts; j-- > 0;)
+#pragma unroll
+        for (int n = 0; n < 2; ++n) mma(product[j][n], a[i].high, keys[i][j][2 * n], keys[i][j][2 * n + 1]);
+    }
+    wait(x.asked, parity ^ 1);
+    if (c == 0) x.state_up[lane / 4][part] = power0.up, x.state_up[lane / 4 + 8][part] = power1.up;
+#pragma unroll
+    for (int j = kParts; j-- > 0;)
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        const float(&z)[4] = product[j][n];
+        const float4 scaled = {z[0] * power0.up, z[1] * power0.up, z[2] * power1.up, z[3] * power1.up};
+        if (j) ((float4*)x.parts[other(j)][kParts - 1 - j])[n * kWarp + lane] = scaled;
+        else y[n][0] = scaled.x, y[n][1] = scaled.y, y[n][2] = scaled.z, y[n][3] = scaled.w;
+      }
+  }
+
+  // y: v - S k. The state is published here, as that is less urgent than the products.
+  __device__ __forceinline__ void remain(const Stage<T, K>& now, RowGroup<K>& x, const Fragment (&a)[kSteps],
+                                         const uint32_t (&v)[4], float (&y)[2][4]) {
+    float4 more[2][kParts];
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 1; i < kParts; ++i) more[n][i] = ((const float4*)x.parts[part][i - 1])[n * kWarp + lane];
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) store(x.state[part * kSteps + i], lane, a[i]);
+    arrive_warp(x.published);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 read = *(const float2*)&now.head.scalars.read[part * 16 + n * 8 + c];
+      const float2 v0 = unpack<T>(v[2 * n]), v1 = unpack<T>(v[2 * n + 1]);
+#pragma unroll
+      for (int i = 1; i < kParts; ++i)
+        y[n][0] += more[n][i].x, y[n][1] += more[n][i].y, y[n][2] += more[n][i].z, y[n][3] += more[n][i].w;
+      y[n][0] = fmaf(-read.x, y[n][0], v0.x), y[n][1] = fmaf(-read.y, y[n][1], v0.y);
+      y[n][2] = fmaf(-read.x, y[n][2], v1.x), y[n][3] = fmaf(-read.y, y[n][3], v1.y);
+    }
+    float top0, top1;
+    row_tops(y, top0, top1);
+    if (c == 0) x.tops[lane / 4][part] = top0, x.tops[lane / 4 + 8][part] = top1;
+    constexpr float top = 1 << kTopState;  // times a power of two: the state's largest, or half of it
+    check(top * largest(x.state_up[lane / 4]), top * largest(x.state_up[lane / 4 + 8]));
+  }
+
+  // v - S k in two parts. up0, up1: what products with `writes` are to be multiplied by
+  __device__ __forceinline__ Fragment share(const Stage<T, K>& now, RowGroup<K>& x, const float (&y)[2][4], float& up0,
+                                            float& up1) {
+    const float top0 = largest(x.tops[lane / 4]), top1 = largest(x.tops[lane / 4 + 8]);
+    const Power power0 = power_for<kTopRest>(top0), power1 = power_for<kTopRest>(top1);
+    const Fragment rest = split(y[0], y[1], power0.down, power1.down);
+    if (part < kParts - 1) store(x.parts[part][kRest], lane, rest);
+    up0 = power0.up * now.head.scalars.write_up, up1 = power1.up * now.head.scalars.write_up;
+    irregular |= !scales(top0) || !scales(top1) || irregular_chunk(now.head.scalars);
+    least0 = top0 > 0.0f ? 8.0f * up0 : 0.0f, least1 = top1 > 0.0f ? 8.0f * up1 : 0.0f;
+    return rest;
+  }
+
+  // u and its part of the state, of this part of the tokens, to the others
+  __device__ __forceinline__ Fragment correct(const Stage<T, K>& now, RowGroup<K>& x, const float (&u)[2][4]) {
+    float w[2][4];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float2 write = *(const float2*)&now.head.scalars.write[part * 16 + n * 8 + c];
+#pragma unroll
+      for (int m = 0; m < 4; ++m) w[n][m] = u[n][m] * (m % 2 ? write.y : write.x);
+    }
+    const Fragment writes = split(w[0], w[1], 1.0f, 1.0f);
+    store(x.parts[part][kWrites], lane, writes);
+    store(x.corrections[part], lane, split(u[0], u[1], 1.0f, 1.0f));
+    if (part == 0 && c == 0) {
+      const auto up = [&](int row) { return power_for<kTopRest>(largest(x.tops[row])).up; };
+      x.up[lane / 4] = up(lane / 4), x.up[lane / 4 + 8] = up(lane / 4 + 8);
+    }
+    arrive_warp(x.corrected);
+    return writes;
+  }
+
+  // Adds to the state: of one part of the tokens, with the keys' matching columns.
+  __device__ __forceinline__ void update(float (&low)[kColumns][4], float (&high)[kColumns][4], const Fragment& a,
+                                         const uint32_t (&columns)[kColumns / 2][4]) const {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      const uint32_t* b = columns[n / 2] + n % 2 * 2;
+      mma(low[n], a.low, b[0], b[1]), mma(high[n], a.high, b[0], b[1]);
+    }
+  }
+
+  __device__ __forceinline__ void finish(RowGroup<K>& x) {
+    float top0, top1;
+    row_tops(s, top0, top1);
+    if (c == 0) x.tops[lane / 4][part] = top0, x.tops[lane / 4 + 8][part] = top1;
+    meet_group();
+    check(largest(x.tops[lane / 4]), largest(x.tops[lane / 4 + 8]));
   }
 };
 
+// The tile rows of tokens that the first and second warp of a pair take: 0 and 3, 1 and 2, the same work.
+__device__ __forceinline__ int tile_row(int half, int which) { return which ? 3 - half : half; }
+
+// One of the two warps that read for 16 rows: each has half of the tokens.
 template <class T, int K> struct Reading {
-  static constexpr int kColumns = K / 16, kSteps = K / 32;  // of half a row, as above
+  static constexpr int kSteps = K / 64;  // of a quarter of a row, as above
   int lane, rows, half, c;
 
-  __device__ __forceinline__ Reading()
-      : lane(threadIdx.x % kWarp), rows((threadIdx.x - kUpdating) / (2 * kWarp)), half(threadIdx.x / kWarp % 2),
-        c(2 * (lane % 4)) {}
+  __device__ __forceinline__ explicit Reading(int warp)
+      : lane(threadIdx.x % kWarp), rows(warp / 2), half(warp % 2), c(2 * (lane % 4)) {}
 
   // product: S q, of the warp's two tile rows of tokens
-  __device__ __forceinline__ void ask(const Stage<T, K>& now, const Exchange<K>& x, float (&product)[4][4]) const {
-    float sum[2][4][4] = {};
+  __device__ __forceinline__ void ask(const Stage<T, K>& now, const RowGroup<K>& x, float (&product)[4][4]) const {
+    const float4 above = *(const float4*)x.state_up[lane / 4], below = *(const float4*)x.state_up[lane / 4 + 8];
+    const float up[2][kParts] = {{above.x, above.y, above.z, above.w}, {below.x, below.y, below.z, below.w}};
 #pragma unroll
-    for (int step = 0; step < kSteps; step += 2) {
+    for (int i = 0; i < kParts; ++i) {
+      float sum[4][4] = {};
 #pragma unroll
-      for (int part = 0; part < 2; ++part) {
-        uint32_t b[4][4];
+      for (int j = 0; j < kSteps; ++j) {
+        uint32_t b[2][4];
+        load_rows<K>(b[0], now.queries, tile_row(half, 0), i * kSteps + j);
+        load_rows<K>(b[1], now.queries, tile_row(half, 1), i * kSteps + j);
+        const Fragment a = load(x.state[i * kSteps + j], lane);
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const int tokens = 2 * tile_row(half, n / 2) + n % 2;
-          load_matrices(b[n], now.queries + (tokens * (K / 8) + part * kColumns + 2 * step) * 64 + lane * 8);
-        }
+        for (int n = 0; n < 4; ++n) mma(sum[n], a.low, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const Fragment a = load(x.state[rows][part * kSteps + step + i], lane);
-#pragma unroll
-          for (int n = 0; n < 4; ++n) mma(sum[part][n], a.low, b[n][2 * i], b[n][2 * i + 1]);
-#pragma unroll
-          for (int n = 0; n < 4; ++n) mma(sum[part][n], a.high, b[n][2 * i], b[n][2 * i + 1]);
-        }
+        for (int n = 0; n < 4; ++n) mma(sum[n], a.high, b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
       }
+#pragma unroll
+      for (int n = 0; n < 4; ++n)
+#pragma unroll
+        for (int m = 0; m < 4; ++m)
+          product[n][m] = i ? fmaf(up[m / 2][i], sum[n][m], product[n][m]) : up[m / 2][i] * sum[n][m];
     }
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 + i / 2 * 8;
-        product[n][i] = sum[0][n][i] * x.state_up[rows][0][row] + sum[1][n][i] * x.state_up[rows][1][row];
-      }
   }
 
   // out: of the chunk's first token, this slice's first row
-  __device__ __forceinline__ void answer(const Stage<T, K>& now, const Exchange<K>& x, const float (&product)[4][4],
+  __device__ __forceinline__ void answer(const Stage<T, K>& now, const RowGroup<K>& x, const float (&product)[4][4],
                                          T* out, int token_stride, int count) const {
     Fragment a[4];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) a[j] = load(x.corrections[rows][j], lane);
+    for (int j = 0; j < 4; ++j) a[j] = load(x.corrections[j], lane);
 #pragma unroll
     for (int which = 0; which < 2; ++which) {
       const int i = tile_row(half, which);
-      float sum[2][4];
-      triangle_rows(sum, a, now.head.mix, i);
+      float main[2][4] = {}, left[2][4] = {}, right[2][4] = {};
+#pragma unroll
+      for (int j = 0; j < kParts; ++j)
+        if (j <= i) {
+          uint32_t tile[2][4];
+          load_tile(tile, now.head.mix, i, j);
+          multiply(main, left, right, a[j], tile);
+        }
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         const float(&y)[4] = product[2 * which + n];
@@ -251,10 +362,11 @@ template <class T, int K> struct Reading {
         const int token = (2 * i + n) * 8 + lane / 4;
 #pragma unroll
         for (int m = 0; m < 2; ++m) {  // eight rows
-          const float up = x.up[rows][lane / 4 + m * 8];
+          const float up = x.up[lane / 4 + m * 8];
           Pack<T, 2> pair;
-          pair.at[0] = from_f32<T>(fmaf(asked.x, y[2 * m], own.x * (up * sum[n][2 * m])));
-          pair.at[1] = from_f32<T>(fmaf(asked.y, y[2 * m + 1], own.y * (up * sum[n][2 * m + 1])));
+          const auto sum = [&](int l) { return up * (main[n][l] + (left[n][l] + right[n][l])); };
+          pair.at[0] = from_f32<T>(fmaf(asked.x, y[2 * m], own.x * sum(2 * m)));
+          pair.at[1] = from_f32<T>(fmaf(asked.y, y[2 * m + 1], own.y * sum(2 * m + 1)));
           const uint32_t turned = transpose((const uint32_t&)pair);
           if (token < count) *(uint32_t*)(out + token * token_stride + rows * 16 + m * 8 + c) = turned;
         }
