@@ -17,7 +17,8 @@ from shim import plugins, providers
 from shim.dispatch import Chain
 from shim.op import temporary
 from shim.policy import Policy
-from shim.providers.adapters import Adapters, absent
+from shim.providers import vllm_cuda
+from shim.providers.adapters import Adapters, absent, keep_states, once_per_batch, starting_states
 
 NAMES = {"torch", "vllm", "fla", "flashinfer"}
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -183,3 +184,58 @@ def test_vllm_raises_where_its_kernel_would_write_through_a_negative_index():
     arguments["topk_ids"][2, 0] = -1
     with pytest.raises(ValueError, match="no negative id"):
         Target.find("fused_moe", "vllm", "cpu").function(**arguments)
+
+
+# ---- what adapters share, and what those for GPUs refuse by shape, on the CPU ------------------------------------------
+
+
+def test_a_batch_is_looked_at_once_until_it_is_written_to():
+    looks = []
+    largest = once_per_batch(lambda tensor: looks.append(1) or int(tensor.max()))
+    one, other = torch.tensor([1, 2]), torch.tensor([7])
+    assert [largest(one), largest(one), largest(other), len(looks)] == [2, 2, 7, 2]
+    one[0] = 5
+    assert [largest(one), len(looks)] == [5, 3]
+
+
+def test_states_are_gathered_and_put_back_for_slots_only():
+    state = torch.arange(3.0).view(3, 1, 1, 1).repeat(1, 1, 2, 2) + 1
+    slots, has = torch.tensor([2, -1, 0]), torch.tensor([True, True, False])
+    starts = starting_states(state, slots, has)
+    assert starts[:, 0, 0, 0].tolist() == [3, 0, 0]
+    keep_states(state, slots, starts + 10)
+    assert state[:, 0, 0, 0].tolist() == [10, 2, 13]
+
+
+def test_vllm_on_gpus_refuses_what_would_overflow_its_offsets():
+    supports = vllm_cuda.adapters.ops["gdn_prefill"]["supports"]
+
+    def answer(tokens, sequences=1, K=128, dtype=BF16):
+        q = torch.empty(1, dtype=dtype).expand(tokens, 16, K)
+        v = torch.empty(1, dtype=dtype).expand(tokens, 32, 128)
+        state = torch.empty(1).expand(4, 32, 128, K)
+        return supports(q, q, v, None, None, state, torch.zeros(sequences), None, None)
+
+    assert answer(32768) is True
+    assert "32 bits" in answer(300_000)
+    assert "32 bits" in answer(64, sequences=5000)
+    assert "K up to 256" in answer(64, K=512)
+    assert "float32" in answer(64, dtype=F32)
+
+
+def test_vllm_on_gpus_refuses_caches_of_different_strides():
+    supports = vllm_cuda.adapters.ops["reshape_and_cache"]["supports"]
+    key, pages = torch.zeros(3, 2, 8), torch.zeros(4, 2, 16, 2, 8)
+    slots = torch.zeros(3, dtype=torch.int64)
+    assert supports(key, key, *pages.unbind(1), slots) is True
+    assert "same strides" in supports(key, key, pages[:, 0], torch.zeros(4, 16, 2, 8), slots)
+    assert "end to end" in supports(torch.zeros(3, 8, 2).mT, key, *pages.unbind(1), slots)
+
+
+def test_vllm_on_gpus_raises_where_a_kernel_would_go_through_a_negative_index():
+    with pytest.raises(ValueError, match="no negative id"):
+        vllm_cuda._need_experts(torch.tensor([[0, -1]], dtype=torch.int32))
+    given = case("gdn_prefill", {"lengths": (5, 3)}, BF16).arguments("cpu", 0)
+    given["state_indices"][1] = -1
+    with pytest.raises(ValueError, match="no negative slot"):
+        vllm_cuda.gdn_prefill(**given)

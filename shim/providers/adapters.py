@@ -6,9 +6,11 @@ import importlib.util
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import shim
 
@@ -90,6 +92,39 @@ def any_of(*refusals: tuple[bool, str]) -> bool | str:
 def is_usual(scale: float | None, size: int) -> bool:
     """Whether the scale is the one that kernels without such a parameter have built in."""
     return scale is None or abs(scale * size**0.5 - 1) < 1e-12
+
+
+def once_per_batch(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A function that reads a tensor on the host, as servers do once per batch for all layers: its result is kept until
+    the tensor is written to. Nothing can be read while a graph is captured."""
+    known = WeakTensorKeyDictionary()
+
+    def call(tensor: Tensor) -> Any:
+        version, result = known.get(tensor, (None, None))
+        if version != tensor._version:
+            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("the batch is looked at on the host, before a graph is captured")
+            result = function(tensor)
+            known[tensor] = tensor._version, result
+        return result
+
+    return call
+
+
+@once_per_batch
+def has_negatives(indices: Tensor) -> bool:
+    return bool((indices < 0).any())
+
+
+def starting_states(state: Tensor, slots: Tensor, has_initial_state: Tensor) -> Tensor:
+    """[N,HV,V,K] float32: a copy of the states that sequences start from; zero for those without, or without a slot."""
+    starts = has_initial_state & (slots >= 0)
+    return state[slots.clamp(min=0)].float().masked_fill(~starts[:, None, None, None], 0)
+
+
+def keep_states(state: Tensor, slots: Tensor, final: Tensor) -> None:
+    """Puts the final states [N,HV,V,K] into the pool; one without a slot is dropped."""
+    state[slots[slots >= 0]] = final[slots >= 0].to(state.dtype)
 
 
 def real_rows(state_indices: Tensor, null_index: int) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import inspect
 
 import torch
 
-from shim.providers.adapters import Adapters, absent, any_of, build, no_gpu, real_rows
+from shim.providers.adapters import Adapters, absent, any_of, build, keep_states, no_gpu, real_rows, starting_states
 
 BUILD = build("fla-core", "flash-linear-attention")
 adapters = Adapters("fla", "cuda", lambda: no_gpu() or absent("fla"))
@@ -28,11 +28,11 @@ def _supports_prefill(
 def gdn_prefill(
     q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True
 ):
-    """States are gathered and transposed to [K,V], float32, and put back; a slot that is none keeps its state."""
+    """States are gathered and transposed to [K,V], float32, and put back."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     slots = state_indices.long()
-    start = state[slots.clamp(min=0)].float().masked_fill(~(has_initial_state & (slots >= 0))[:, None, None, None], 0)
+    start = starting_states(state, slots, has_initial_state)
     packed = (x[None].contiguous() for x in (q, k, v, g, beta))
     o, final = chunk_gated_delta_rule(
         *packed,
@@ -42,7 +42,7 @@ def gdn_prefill(
         use_qk_l2norm_in_kernel=l2norm,
         cu_seqlens=cu_seqlens.long(),
     )
-    state[slots[slots >= 0]] = final[slots >= 0].mT.to(state.dtype)
+    keep_states(state, slots, final.mT)
     return o[0]
 
 

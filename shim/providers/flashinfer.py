@@ -7,7 +7,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shim.providers.adapters import HALVES, Adapters, absent, any_of, build, no_gpu, real_rows
+from shim.providers.adapters import (
+    HALVES,
+    Adapters,
+    absent,
+    any_of,
+    build,
+    keep_states,
+    no_gpu,
+    real_rows,
+    starting_states,
+)
 
 BUILD = build("flashinfer-python")
 WORKSPACE_BYTES = 128 << 20  # what its documentation recommends
@@ -33,6 +43,7 @@ def _supports_prefill(
     return any_of(
         (q.dtype not in HALVES, "flashinfer takes float16 and bfloat16"),
         (q.shape[2] != 128 or v.shape[2] != 128, "flashinfer's gated delta rule takes K = V = 128"),
+        (scale == 0, "flashinfer takes a scale of zero for none"),
     )
 
 
@@ -46,20 +57,18 @@ def gdn_prefill(
     if l2norm:
         q, k = ((x.float() * (x.float().square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype) for x in (q, k))
     slots = state_indices.long()
-    start = state[slots].float()
-    start[~has_initial_state] = 0
     o, final = chunk_gated_delta_rule(
         q.contiguous(),
         k.contiguous(),
         v.contiguous(),
-        g=g.exp(),
+        g=g.contiguous().exp(),
         beta=beta.contiguous(),
         scale=scale,
-        initial_state=start,
+        initial_state=starting_states(state, slots, has_initial_state),
         output_final_state=True,
         cu_seqlens=cu_seqlens,
     )
-    state[slots] = final.to(state.dtype)
+    keep_states(state, slots, final)
     return o
 
 

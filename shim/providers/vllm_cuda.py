@@ -1,19 +1,24 @@
 """Provider `vllm` on GPUs: vLLM's CUDA and Triton kernels and its FlashAttention, called as vLLM (0.24) calls them.
 
 Where vLLM's convention leaves something open that the contract fixes (the rows of padding, what no block reaches), the
-adapter does not fill it in: outputs are allocated empty, as vLLM allocates them.
+adapter does not fill it in: outputs are allocated empty, as vLLM allocates them. Where a kernel would go through a
+negative index, which vLLM never passes, the adapter raises instead.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from shim.providers.adapters import HALVES, Adapters, absent, any_of, build, no_gpu
+from shim.providers.adapters import HALVES, Adapters, absent, any_of, build, has_negatives, no_gpu, once_per_batch
 
 BUILD = build("vllm")
+FLA = ("vllm.model_executor.layers.fla", "vllm.third_party.flash_linear_attention")
+CHUNK = 64  # tokens: FLA_CHUNK_SIZE
 # tiles as vLLM has them where nothing is tuned
 TILES = {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 3}
 
@@ -51,10 +56,16 @@ def topk_softmax(gating_output, topk, renormalize=True, correction_bias=None):
     return weights, ids
 
 
+def _need_experts(topk_ids: Tensor) -> None:
+    if has_negatives(topk_ids):
+        raise ValueError("vLLM's grouping of experts takes no negative id")
+
+
 @adapters("moe_align_block_size", needs=_kernel("_moe_C", "moe_align_block_size"))
 def moe_align_block_size(topk_ids, block_size, num_experts, expert_map=None):
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size as align
 
+    _need_experts(topk_ids)
     return align(
         topk_ids.contiguous(), block_size, num_experts, expert_map, pad_sorted_ids=True, ignore_invalid_experts=True
     )
@@ -124,12 +135,13 @@ def fused_moe(
     """Format A is merged into format B, a copy."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
+    _need_experts(topk_ids)
     return fused_experts(
         x.contiguous(),
         w1 if w3 is None else torch.cat([w1, w3], dim=1),
         w2,
-        topk_weights,
-        topk_ids,
+        topk_weights.contiguous(),
+        topk_ids.contiguous(),
         apply_router_weight_on_input=apply_router_weight_on_input,
         global_num_experts=len(w1) if expert_map is None else len(expert_map),
         expert_map=expert_map,
@@ -139,38 +151,78 @@ def fused_moe(
 # ---- gated delta net ------------------------------------------------------------------------------------------------
 
 
-@adapters("gdn_gating")
+@cache
+def _linear_attention(module: str = ""):
+    """vLLM's copy of flash-linear-attention, where 0.24 has it or where 0.32 does."""
+    place = next(place for place in FLA if importlib.util.find_spec(place))
+    return importlib.import_module(f"{place}.ops{module}")
+
+
+def _needs_gating() -> str:
+    from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn as layer
+
+    return "" if hasattr(layer, "fused_gdn_gating") else "this version of vLLM has the gate fused into its kernels only"
+
+
+@adapters("gdn_gating", needs=_needs_gating)
 def gdn_gating(a, b, A_log, dt_bias):
     """beta comes back in the activations' dtype."""
     from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import fused_gdn_gating
 
-    g, beta = fused_gdn_gating(A_log, a.contiguous(), b.contiguous(), dt_bias)
+    g, beta = fused_gdn_gating(*(x.contiguous() for x in (A_log, a, b, dt_bias)))
     return g[0], beta[0].float()
 
 
 def _supports_prefill(
     q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True
 ):
-    return any_of((q.dtype not in HALVES, "vLLM's chunk_gated_delta_rule does not support float32"))
+    tokens, value_heads, values = v.shape
+    per_state = state[0].numel() if len(state) else 0
+    sequences = len(state_indices)
+    states = (tokens // CHUNK + sequences) * per_state  # one per chunk, and one at most for each sequence's rest
+    return any_of(
+        (q.dtype not in HALVES, "vLLM's chunk_gated_delta_rule does not support float32"),
+        (q.shape[2] > 256, "vLLM's chunk_gated_delta_rule takes K up to 256"),
+        (
+            max(states, tokens * value_heads * max(values, q.shape[2])) >= 1 << 31,
+            "vLLM's chunk_gated_delta_rule counts elements in 32 bits",
+        ),
+    )
+
+
+@once_per_batch
+def _chunks(cu_seqlens: Tensor) -> list[Tensor]:
+    """Chunk indices and offsets, worked out on the host as vLLM's metadata does. Left to the kernels they would be kept
+    by tensor, even those of a capture that failed, which nobody has computed."""
+    index, bounds = _linear_attention(".index"), cu_seqlens.cpu()
+    prepared = index.prepare_chunk_indices(bounds, CHUNK), index.prepare_chunk_offsets(bounds, CHUNK)
+    return [tensor.to(cu_seqlens.device) for tensor in prepared]
 
 
 @adapters("gdn_prefill", supports=_supports_prefill)
 def gdn_prefill(
     q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True
 ):
-    """States are gathered and put back, as vLLM does around the kernel."""
-    from vllm.model_executor.layers.fla.ops import chunk_gated_delta_rule
-
+    """States are gathered and put back, as vLLM does around the kernels, which it never captures."""
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("vLLM plans a prefill on the host: it cannot be captured")
+    if has_negatives(state_indices):
+        raise ValueError("vLLM's prefill takes no negative slot")
+    if not len(state_indices):
+        return torch.empty_like(v, memory_format=torch.contiguous_format)
     slots = state_indices.long()
     start = state[slots]
     start[~has_initial_state] = 0
     packed = (x[None].contiguous() for x in (q, k, v, g, beta))
-    o, final = chunk_gated_delta_rule(
+    indices, offsets = _chunks(cu_seqlens)
+    o, final = _linear_attention().chunk_gated_delta_rule(
         *packed,
         scale=scale,
         initial_state=start,
         output_final_state=True,
         cu_seqlens=cu_seqlens,
+        chunk_indices=indices,
+        chunk_offsets=offsets,
         use_qk_l2norm_in_kernel=l2norm,
     )
     state[slots] = final.to(state.dtype)
@@ -192,13 +244,11 @@ def gdn_decode(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1
 ):
     """Padding is slot 0 there (the null block), which it never serves, and negative ones."""
-    from vllm.model_executor.layers.fla.ops import fused_sigmoid_gating_delta_rule_update
-
-    o, _ = fused_sigmoid_gating_delta_rule_update(
-        A_log=A_log,
+    o, _ = _linear_attention().fused_sigmoid_gating_delta_rule_update(
+        A_log=A_log.contiguous(),
         a=a,
         b=b,
-        dt_bias=dt_bias,
+        dt_bias=dt_bias.contiguous(),
         q=q[None],
         k=k[None],
         v=v[None],
@@ -226,7 +276,16 @@ def _one(device: torch.device) -> Tensor:
     return torch.ones((), device=device)
 
 
-@adapters("reshape_and_cache", needs=_kernel("_C_cache_ops", "reshape_and_cache_flash"))
+def _supports_cache_write(key, value, key_cache, value_cache, slot_mapping):
+    size = key.shape[2]
+    inside = {x.stride()[1:] for x in (key, value)} | {(size, x.stride(3)) for x in (key_cache, value_cache)}
+    return any_of(
+        (inside != {(size, 1)}, "vLLM's kernel takes the heads of a token end to end"),
+        (key_cache.stride() != value_cache.stride(), "vLLM's kernel takes both caches at the same strides"),
+    )
+
+
+@adapters("reshape_and_cache", supports=_supports_cache_write, needs=_kernel("_C_cache_ops", "reshape_and_cache_flash"))
 def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping):
     from vllm import _custom_ops as ops
 
@@ -234,14 +293,21 @@ def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping):
     ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
 
 
-def _needs_flash() -> str:
+@cache
+def _flash_version(alibi: bool = False, size: int | None = None) -> int | None:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version
 
-    return "" if get_flash_attn_version() else "this build of vLLM has no FlashAttention for this GPU"
+    return get_flash_attn_version(requires_alibi=alibi, head_size=size)
 
 
-def _flash_takes(q: Tensor, key_cache: Tensor) -> bool | str:
+def _needs_flash() -> str:
+    return "" if _flash_version() else "this build of vLLM has no FlashAttention for this GPU"
+
+
+def _flash_takes(q: Tensor, key_cache: Tensor, alibi_slopes: Tensor | None) -> bool | str:
+    alibi = alibi_slopes is not None
     return any_of(
+        (alibi and not _flash_version(alibi), "this build of vLLM has no FlashAttention 2, the one with ALiBi"),
         (q.dtype not in HALVES, "FlashAttention takes float16 and bfloat16"),
         (key_cache.shape[1] % 16 != 0, "vLLM's FlashAttention takes block sizes that are multiples of 16"),
         (q.shape[2] % 8 != 0, "vLLM's FlashAttention takes head sizes that are multiples of 8"),
@@ -251,18 +317,18 @@ def _flash_takes(q: Tensor, key_cache: Tensor) -> bool | str:
 def _supports_paged_decode(
     q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    return _flash_takes(q, key_cache)
+    return _flash_takes(q, key_cache, alibi_slopes)
 
 
 def _supports_paged_prefill(
     q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    return _flash_takes(q, key_cache)
+    return _flash_takes(q, key_cache, alibi_slopes)
 
 
 def _flash(q, caches, block_tables, bounds, longest, seq_lens, scale, softcap, window, alibi_slopes) -> Tensor:
     """The longest context is taken from the width of the block table, so that nothing is read from the GPU."""
-    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
+    from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
         q,
@@ -278,7 +344,7 @@ def _flash(q, caches, block_tables, bounds, longest, seq_lens, scale, softcap, w
         alibi_slopes=alibi_slopes,
         block_table=block_tables,
         out=torch.empty_like(q, memory_format=torch.contiguous_format),
-        fa_version=get_flash_attn_version(requires_alibi=alibi_slopes is not None, head_size=q.shape[2]),
+        fa_version=_flash_version(alibi_slopes is not None, q.shape[2]),
     )
 
 
