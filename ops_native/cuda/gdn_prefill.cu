@@ -40,20 +40,23 @@ struct Plan {
   }
 };
 
-// As launch(), in clusters of so many blocks.
+// As launch_early(), in clusters of so many blocks.
 template <class... Parameters, class... Arguments>
 int launch_clusters(int blocks, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream,
                     Arguments... arguments) {
-  if (blocks == 1 || grid.x == 0) return launch(kernel, grid, block, shared, stream, arguments...);
+  if (blocks == 1 || grid.x == 0) return launch_early(kernel, grid, block, shared, stream, arguments...);
   const cudaError_t error =
       cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
   if (error != cudaSuccess) return status_of(error);
-  cudaLaunchAttribute cluster = {};
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchAttribute &cluster = attributes[0], &early = attributes[1];
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim.x = blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-  config.stream = cudaStream_t(stream), config.attrs = &cluster, config.numAttrs = 1;
+  config.stream = cudaStream_t(stream), config.attrs = attributes, config.numAttrs = 2;
   return status_of(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
 }
 
@@ -68,8 +71,8 @@ int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void*
   for (int64_t first = 0; first < chunks; first += plan.held) {
     const Part part = {first, first + plan.held < chunks ? first + plan.held : chunks};
     const int64_t count = part.end - part.first;
-    int status = launch(local_kernel<T, K>, dim3(count * p.H * ceil_div<int64_t>(p.HV / p.H, kHeads)),
-                        dim3(kLocalThreads), sizeof(LocalShared<K>), stream, p, in.q, in.k, scratch, part, packs);
+    int status = launch_early(local_kernel<T, K>, dim3(count * p.H * ceil_div<int64_t>(p.HV / p.H, kHeads)),
+                              dim3(kLocalThreads), sizeof(LocalShared<K>), stream, p, in.q, in.k, scratch, part, packs);
     if (status != kOk) return status;
     const bool by_chunk = count < p.N;
     status = launch_clusters(plan.cluster, scan_kernel<T, K>, dim3((by_chunk ? count : p.N) * p.HV * (p.V / kSlice)),

@@ -243,6 +243,7 @@ __global__ void __launch_bounds__(kLocalThreads, 2) local_kernel(
     Prefill p, Rows<const T> q, Rows<const T> k, Scratch scratch, Part part, bool packs) {
   extern __shared__ __align__(16) unsigned char memory[];
   LocalShared<K>& all = *(LocalShared<K>*)memory;
+  start_early();
 
   const unsigned heads = unsigned(p.H), group = unsigned(p.HV) / heads, pairs = ceil_div(group, unsigned(kHeads));
   const int pair = blockIdx.x % pairs, shared = blockIdx.x / pairs % heads, place = blockIdx.x / pairs / heads;

@@ -3,14 +3,14 @@
 // A block takes 32 rows of one head's state through a sequence, with two kinds of warps:
 //
 //   8 updating  four to 16 rows. The state stays in their registers, in float32: each has a quarter of the columns, and
-//               corrects a quarter of the chunk's tokens. The four meet between these steps, and wait for nobody else:
-//                 S k of the own columns | v - S k of the own tokens | the same in two halves | solve: u | S <- d S + u k
+//               corrects a quarter of the chunk's tokens. The four meet between steps, and wait for nobody else: S k of
+//               the own columns; v - S k of the own tokens; the same in two halves; u; S <- d S + sum u k.
 //   4 reading   take S q and the corrections' part of the outputs, a step or two behind, and keep up to three chunks in
 //               shared memory. Two blocks of the same head form a cluster, where there are clusters; each fetches half
 //               of what they share, for both: the L2 cache's bandwidth is the next limit.
 //
-// Twelve warps can have 168 registers each, one more only 128. Per chunk the chain of steps, shared memory (some 370 KB)
-// and the tensor cores (252 products per scheduler) need some 2000, 2900 and 1800 cycles, partly at the same time.
+// Twelve warps can have 168 registers each, one more only 128. Per chunk the chain of steps, shared memory (some 370
+// KB) and the tensor cores (252 products per scheduler) need some 2000, 2900 and 1800 cycles, in part at the same time.
 #pragma once
 #include "gdn_prefill_warps.cuh"
 
@@ -77,6 +77,7 @@ __global__ void __launch_bounds__(kScanThreads, 1) scan_kernel(
   extern __shared__ __align__(16) unsigned char memory[];
   Exchange<K>& exchange = *(Exchange<K>*)memory;
   Stage<T, K>* const stage = (Stage<T, K>*)(memory + sizeof(Exchange<K>));
+  start_early();
 
   const int64_t slices = p.V / kSlice, slice = blockIdx.x % slices, head = blockIdx.x / slices % p.HV;
   const int64_t unit = blockIdx.x / slices / p.HV, n = by_chunk ? sequence_of(p, part.first + unit) : unit;

@@ -57,6 +57,7 @@ template <class T, class S, int kLanes>
 __global__ void __launch_bounds__(kPerSM) steps_kernel(
     Prefill p, Tokens<T> in, S* pool, T* o, const int32_t* redo, int any_lanes, bool packs) {
   extern __shared__ __align__(16) unsigned char memory[];
+  start_early();
   if (redo && !redo[blockIdx.x]) return;
   const int lanes = kLanes ? kLanes : any_lanes;
   const Tile tile(lanes);
@@ -159,6 +160,7 @@ template <class T, class S>
 __global__ void __launch_bounds__(kWarp) wide_steps_kernel(Prefill p, Tokens<T> in, S* pool, T* o) {
   extern __shared__ __align__(16) unsigned char memory[];
   float* const x = (float*)memory;
+  start_early();
   const int64_t row = blockIdx.x % p.V, head = blockIdx.x / p.V % p.HV;
   const Sequence s(p, blockIdx.x / p.V / p.HV, head);
   const int lane = threadIdx.x;
@@ -194,15 +196,16 @@ int launch_steps(const Prefill& p, const Tokens<T>& in, S* pool, T* o, const int
   const int64_t heads = p.N * p.HV;
   if (p.K > kWidest) {
     if (p.K * int64_t(sizeof(float)) > shared_memory_limit()) return kBadArgument;
-    return launch(wide_steps_kernel<T, S>, dim3(heads * p.V), dim3(kWarp), p.K * sizeof(float), stream, p, in, pool, o);
+    return launch_early(wide_steps_kernel<T, S>, dim3(heads * p.V), dim3(kWarp), p.K * sizeof(float), stream, p, in,
+                        pool, o);
   }
   const int lanes = lanes_for(p.K);
   const Tile tile(lanes);
   const bool packs = p.K == lanes * kPerLane && aligned(4 * sizeof(S), sizeof(S), pool, p.state_stride);
   const auto kernel = lanes == 8 ? steps_kernel<T, S, 8> : steps_kernel<T, S, 0>;
-  return launch(kernel, dim3(heads * ceil_div<int64_t>(p.V, tile.rows)),
-                dim3(kPreparing * kWarp + tile.rows * lanes), 2 * tile.size() * sizeof(float), stream, p, in, pool, o,
-                redo, lanes, packs);
+  return launch_early(kernel, dim3(heads * ceil_div<int64_t>(p.V, tile.rows)),
+                      dim3(kPreparing * kWarp + tile.rows * lanes), 2 * tile.size() * sizeof(float), stream, p, in,
+                      pool, o, redo, lanes, packs);
 }
 
 }  // namespace
