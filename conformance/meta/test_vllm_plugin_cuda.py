@@ -268,6 +268,27 @@ def test_it_follows_vllms_own_warm_up_and_is_not_reported_as_late(warm_up, monke
     assert order == ["vLLM's", "ours"]
 
 
+@needs_vllm
+def test_hooks_for_cuda_are_set_where_there_is_a_worker_and_nowhere_else(monkeypatch):
+    pytest.importorskip("vllm")
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    order, hooks = [], [Hook("one", "module", ("moe_sum",), "", {})]
+
+    def set_one(hook, version):
+        order.append(hook.name)
+        hook.state = "set"
+
+    monkeypatch.setattr(plugin, "_set", set_one)
+    monkeypatch.setattr(plugin, "hooks", lambda platform: hooks)
+    monkeypatch.setattr(WorkerWrapperBase, "init_device", lambda self: order.append("device"))
+    plugin._set_in_workers("cuda", "0.24.0")
+    assert order == []
+    for _ in range(2):
+        object.__new__(WorkerWrapperBase).init_device()
+    assert order == ["device", "one", "device"]
+
+
 def test_a_hook_that_serves_no_op_stops_nothing_when_it_is_missed(monkeypatch, caplog):
     hook = Hook("warm_up", "shim.vllm_plugin.warm_up", (), "", {"os:no_such_name": None})
     with using(Policy("strict")), caplog.at_level(logging.WARNING, "opshim"):

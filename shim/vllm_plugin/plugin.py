@@ -10,6 +10,8 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shim import plugins, policy
 from shim.errors import OpshimError
@@ -26,11 +28,8 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    try:
+    with _ending_in_one_line():
         _register()
-    except OpshimError as error:
-        print(f"opshim: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(1) from error
 
 
 def hooks(platform: str = "cpu") -> list[Hook]:
@@ -50,8 +49,41 @@ def _register() -> None:
     platform = _name(current_platform)
     if not hooks(platform):
         hooking.miss("every layer", f"opshim has no hooks for vLLM's platform {platform}")
+    if platform == "cuda":
+        _set_in_workers(platform, vllm.__version__)
+    else:
+        _set_all(platform, vllm.__version__)
+
+
+@contextmanager
+def _ending_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except OpshimError as error:
+        print(f"opshim: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+
+
+def _set_in_workers(platform: str, version: str) -> None:
+    """Sets the hooks only where there is a worker, once it has its device and no model yet. The modules that they reach
+    into initialise CUDA when they are imported: a server's other processes would hold memory of the GPU, and could not
+    be forked."""
+    from vllm.v1.worker.worker_base import WorkerWrapperBase
+
+    stock = WorkerWrapperBase.init_device
+
+    def init_device(self):
+        stock(self)
+        with _ending_in_one_line():
+            _set_all(platform, version)
+
+    WorkerWrapperBase.init_device = init_device
+
+
+def _set_all(platform: str, version: str) -> None:
     for hook in hooks(platform):
-        _set(hook, vllm.__version__)
+        if hook.state == "not set":
+            _set(hook, version)
 
 
 def _name(platform) -> str:
