@@ -18,7 +18,7 @@ from shim.dispatch import Chain
 from shim.op import temporary
 from shim.policy import Policy
 from shim.providers import vllm_cuda
-from shim.providers.adapters import Adapters, absent, keep_states, once_per_batch, starting_states
+from shim.providers.adapters import Adapters, absent, has_negatives, keep_states, once_per_batch, starting_states
 
 NAMES = {"torch", "vllm", "fla", "flashinfer"}
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -196,6 +196,11 @@ def test_a_batch_is_looked_at_once_until_it_is_written_to():
     assert [largest(one), largest(one), largest(other), len(looks)] == [2, 2, 7, 2]
     one[0] = 5
     assert [largest(one), len(looks)] == [5, 3]
+    with torch.inference_mode():
+        mine = torch.tensor([9, -1])
+        assert [largest(mine), largest(mine), len(looks)] == [9, 9, 4]
+        assert not has_negatives(mine)  # as a server has them
+    assert has_negatives(torch.tensor([9, -1]))
 
 
 def test_states_are_gathered_and_put_back_for_slots_only():

@@ -100,19 +100,29 @@ def once_per_batch(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]
     known = WeakTensorKeyDictionary()
 
     def call(tensor: Tensor) -> Any:
+        now = 0 if tensor.is_inference() else tensor._version  # a server makes new ones for each batch
         version, result = known.get(tensor, (None, None))
-        if version != tensor._version:
-            if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        if version != now:
+            if is_captured(tensor):
                 raise RuntimeError("the batch is looked at on the host, before a graph is captured")
             result = function(tensor)
-            known[tensor] = tensor._version, result
+            known[tensor] = now, result
         return result
 
     return call
 
 
-@once_per_batch
+def is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def has_negatives(indices: Tensor) -> bool:
+    """Whether an index is negative. Those of a server and of a capture are trusted, not looked at."""
+    return not (indices.is_inference() or is_captured(indices)) and _has_negatives(indices)
+
+
+@once_per_batch
+def _has_negatives(indices: Tensor) -> bool:
     return bool((indices < 0).any())
 
 

@@ -14,7 +14,17 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shim.providers.adapters import HALVES, Adapters, absent, any_of, build, has_negatives, no_gpu, once_per_batch
+from shim.providers.adapters import (
+    HALVES,
+    Adapters,
+    absent,
+    any_of,
+    build,
+    has_negatives,
+    is_captured,
+    no_gpu,
+    once_per_batch,
+)
 
 BUILD = build("vllm")
 FLA = ("vllm.model_executor.layers.fla", "vllm.third_party.flash_linear_attention")
@@ -204,7 +214,7 @@ def gdn_prefill(
     q, k, v, g, beta, state, state_indices, has_initial_state, cu_seqlens, scale=None, l2norm=True
 ):
     """States are gathered and put back, as vLLM does around the kernels, which it never captures."""
-    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+    if is_captured(q):
         raise RuntimeError("vLLM plans a prefill on the host: it cannot be captured")
     if has_negatives(state_indices):
         raise ValueError("vLLM's prefill takes no negative slot")
