@@ -117,8 +117,10 @@ def is_captured(tensor: Tensor) -> bool:
 
 
 def has_negatives(indices: Tensor) -> bool:
-    """Whether an index is negative. Those of a server and of a capture are trusted, not looked at."""
-    return not (indices.is_inference() or is_captured(indices)) and _has_negatives(indices)
+    """Whether an index is negative. A server's are trusted, and so are those of calls that may not wait for the device:
+    the look is the adapter's, not the kernel's."""
+    may_wait = not indices.is_cuda or not (is_captured(indices) or torch.cuda.get_sync_debug_mode())
+    return may_wait and not indices.is_inference() and _has_negatives(indices)
 
 
 @once_per_batch
