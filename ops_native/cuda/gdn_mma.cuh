@@ -111,11 +111,14 @@ __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row
   load_matrices(to, shared_address(row));
 }
 // Likewise of the transposes.
-__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const void* row) {
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(shared_address(row))
+               : "r"(row)
                : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const void* row) {
+  load_transposed(to, shared_address(row));
 }
 __device__ __forceinline__ uint32_t transpose(uint32_t matrix) {
   uint32_t result;

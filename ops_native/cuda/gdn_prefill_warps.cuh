@@ -83,8 +83,8 @@ __device__ __forceinline__ void arrive_warp(Barrier& barrier) {
 
 // Of 16 tokens and 16 columns of keys or queries, the operands B of two products.
 template <int K> __device__ __forceinline__ void load_rows(uint32_t (&to)[4], const f16* from, int tokens, int step) {
-  const int lane = threadIdx.x % kWarp;
-  load_matrices(to, from + ((2 * tokens + lane / 16) * (K / 8) + 2 * step + lane % 16 / 8) * 64 + lane % 8 * 8);
+  const int lane = threadIdx.x % kWarp, own = (lane / 16 * (K / 8) + lane % 16 / 8) * 64 + lane % 8 * 8;
+  load_matrices(to, shared_address(from) + int(sizeof(f16)) * (own + tokens * 16 * K) + step * int(sizeof(f16)) * 128);
 }
 
 __device__ __forceinline__ float largest(const float (&x)[kParts]) {
@@ -108,7 +108,12 @@ template <class T, int K> struct Updating {
         c(2 * (lane % 4)) {}
 
   __device__ __forceinline__ void meet_group() const { meet(kGroup, 1 + rows); }
-  __device__ __forceinline__ int other(int i) const { return (part + i) % kParts; }
+  // A part, the own at 0; anew where it stands, as the loop has no registers left to keep what follows from it.
+  __device__ __forceinline__ int other(int i) const {
+    unsigned first = part;
+    asm volatile("" : "+r"(first));
+    return (first + i) % kParts;
+  }
 
   // f(value, row of the slice, column)
   template <class F> __device__ __forceinline__ void each(F f) {
@@ -155,28 +160,32 @@ template <class T, int K> struct Updating {
     wait(x.answered, parity ^ 1);
     meet_group();
 
+    Fragment all[kParts];
+    if (0 < part) all[0] = load(x.parts[0][kRest], lane);
 #pragma unroll
-    for (int j = 0; j < kParts - 1; ++j)
-      if (j < part) multiply(main, left, right, load(x.parts[j][kRest], lane), solve[j]);
+    for (int j = 0; j < kParts - 1; ++j) {
+      if (j + 1 < part) all[j + 1] = load(x.parts[j + 1][kRest], lane);
+      if (j < part) multiply(main, left, right, all[j], solve[j]);
+    }
+    uint32_t columns[kParts][kColumns / 2][4];
+    const auto load_columns = [&](int i) {
+      const int own = (lane % 16 / 8 * (K / 8) + part * kColumns + lane / 16) * 64 + lane % 8 * 8;
+      const auto at = shared_address(now.keys) + int(sizeof(f16)) * (own + other(i) * 16 * K);
+#pragma unroll
+      for (int n = 0; n < kColumns / 2; ++n) load_transposed(columns[i][n], at + n * int(sizeof(f16)) * 128);
+    };
+    load_columns(0), load_columns(1);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int m = 0; m < 4; ++m) y[n][m] = most[n][m] + (main[n][m] + (left[n][m] + right[n][m]));
     const Fragment writes = correct(now, x, y);
-    uint32_t columns[kParts][kColumns / 2][4];
-#pragma unroll
-    for (int i = 0; i < kParts; ++i)
-#pragma unroll
-      for (int n = 0; n < kColumns / 2; ++n) {
-        const int row = 2 * other(i) + lane % 16 / 8, column = part * kColumns + 2 * n + lane / 16;  // the matrix named
-        load_transposed(columns[i][n], now.keys + (row * (K / 8) + column) * 64 + lane % 8 * 8);
-      }
+    load_columns(2), load_columns(3);
     float low[kColumns][4] = {}, high[kColumns][4] = {};
     update(low, high, writes, columns[0]);
     const float decay = now.head.scalars.decay;
     meet_group();
 
-    Fragment all[kParts];
 #pragma unroll
     for (int i = 1; i < kParts; ++i) all[i] = load(x.parts[other(i)][kWrites], lane);
     arrive_warp(x.asked);
