@@ -229,6 +229,13 @@ def test_each_way_of_sampling_is_compiled(warm_up):
 
 
 @needs_vllm
+def test_any_count_of_rows_shares_one_build_of_the_sampling_kernel(warm_up):
+    parameters = [SimpleNamespace(name=name, do_not_specialize_on_alignment=False) for name in ("K", "BATCH_SIZE")]
+    warm_up.share(SimpleNamespace(params=parameters))
+    assert [parameter.do_not_specialize_on_alignment for parameter in parameters] == [False, True]
+
+
+@needs_vllm
 def test_a_step_that_fails_is_told_and_the_others_run(warm_up, monkeypatch, caplog):
     def broken(*given):
         raise RuntimeError("no such kernel")

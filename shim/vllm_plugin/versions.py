@@ -255,6 +255,7 @@ CUDA = [
         {
             "vllm.v1.worker.worker_base:WorkerBase.compile_or_warm_up_model": "self",
             "vllm.v1.worker.worker_base:WorkerWrapperBase.__getattr__": "self, attr",
+            "vllm.triton_utils:HAS_TRITON": None,
         },
     ),
 ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group
+from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -129,3 +130,14 @@ def install() -> None:
         return times
 
     WorkerWrapperBase.compile_or_warm_up_model = compile_or_warm_up_model
+    if HAS_TRITON:
+        from vllm.v1.sample.ops.topk_topp_triton import _topk_topp_kernel
+
+        share(_topk_topp_kernel)
+
+
+def share(kernel) -> None:
+    """One build of vLLM's largest sampling kernel for any count of rows, as later versions of vLLM have it."""
+    for parameter in getattr(kernel, "params", ()):
+        if parameter.name == "BATCH_SIZE":
+            parameter.do_not_specialize_on_alignment = True
