@@ -121,8 +121,7 @@ def _unwatched() -> Iterator[None]:
 
 
 def install() -> None:
-    """On the wrapper around every worker, which looks its methods up in the worker: a process that has no worker does
-    not import vLLM's."""
+    """On the wrapper around every worker, which looks its methods up in the worker."""
 
     def compile_or_warm_up_model(self):
         times = self.worker.compile_or_warm_up_model()
