@@ -16,15 +16,14 @@ template <class T, int K> struct alignas(16) Stage {
 };
 template <int K> struct alignas(16) RowGroup {  // of 16 rows
   Fragment state[K / 16][kWarp];
-  // [part of the tokens]: S k of the three other parts of the columns, as fragments C; then v - S k and u times `write`
+  // [part of the tokens]: S k of the three other parts of the columns, as fragments C; then see kRest
   Fragment parts[kParts][kParts - 1][kWarp];
   Fragment corrections[kParts][kWarp];   // u
   float state_up[16][kParts], up[16];    // what products with `state` and `corrections` are to be multiplied by
-  float tops[16][kParts];                // the largest of each part of v - S k
   Barrier published, asked;              // `state`; nobody needs it, and `parts`, any more
   Barrier corrected, answered;           // `corrections`, likewise
 };
-constexpr int kRest = 0, kWrites = 1;
+constexpr int kRest = 0, kWrites = 1, kTops = 2;  // v - S k; u times `write`; the largest of each row, before those
 
 struct Task {  // of the block; kept here for the end, as the loop needs all registers
   Sequence sequence;
@@ -36,6 +35,8 @@ template <int K> struct alignas(16) Exchange {
   Task task;
   Barrier full[kStages], empty[kStages];
 };
+static_assert(sizeof(Exchange<128>) + 2 * sizeof(Stage<f16, 128>) <= 163 * 1024, "for sm_80");
+static_assert(sizeof(Exchange<128>) + 3 * sizeof(Stage<f16, 128>) <= 227 * 1024, "for sm_90");
 
 // Of eight values of a token: their order differs between tokens, so that eight tokens are on different banks.
 __device__ __forceinline__ int value_offset(int token, int eight) {
@@ -126,6 +127,15 @@ template <class T, int K> struct Updating {
   __device__ __forceinline__ void check(float top0, float top1) {
     const auto regular = [](float top, float least) { return top >= least && top <= 0x1p100f; };  // not so of NaN
     irregular |= !regular(top0, least0) || !regular(top1, least1);
+  }
+
+  __device__ __forceinline__ void share_tops(RowGroup<K>& x, float top0, float top1) {
+    float* const tops = (float*)x.parts[other(0)][kTops];
+    if (c == 0) tops[lane / 4] = top0, tops[lane / 4 + 8] = top1;
+  }
+  __device__ __forceinline__ float top_of(const RowGroup<K>& x, int row) const {
+    const auto of = [&](int i) { return ((const float*)x.parts[i][kTops])[row]; };
+    return larger(larger(of(0), of(1)), larger(of(2), of(3)));
   }
 
   __device__ __forceinline__ void load_keys(const Stage<T, K>& now) {
@@ -252,7 +262,7 @@ template <class T, int K> struct Updating {
     }
     float top0, top1;
     row_tops(y, top0, top1);
-    if (c == 0) x.tops[lane / 4][part] = top0, x.tops[lane / 4 + 8][part] = top1;
+    share_tops(x, top0, top1);
     constexpr float top = 1 << kTopState;  // times a power of two: the state's largest, or half of it
     check(top * largest(x.state_up[lane / 4]), top * largest(x.state_up[lane / 4 + 8]));
   }
@@ -260,7 +270,7 @@ template <class T, int K> struct Updating {
   // v - S k in two parts. up0, up1: what products with `writes` are to be multiplied by
   __device__ __forceinline__ Fragment share(const Stage<T, K>& now, RowGroup<K>& x, const float (&y)[2][4], float& up0,
                                             float& up1) {
-    const float top0 = largest(x.tops[lane / 4]), top1 = largest(x.tops[lane / 4 + 8]);
+    const float top0 = top_of(x, lane / 4), top1 = top_of(x, lane / 4 + 8);
     const Power power0 = power_for<kTopRest>(top0), power1 = power_for<kTopRest>(top1);
     const Fragment rest = split(y[0], y[1], power0.down, power1.down);
     if (part < kParts - 1) store(x.parts[part][kRest], lane, rest);
@@ -283,7 +293,7 @@ template <class T, int K> struct Updating {
     store(x.parts[part][kWrites], lane, writes);
     store(x.corrections[part], lane, split(u[0], u[1], 1.0f, 1.0f));
     if (part == 0 && c == 0) {
-      const auto up = [&](int row) { return power_for<kTopRest>(largest(x.tops[row])).up; };
+      const auto up = [&](int row) { return power_for<kTopRest>(top_of(x, row)).up; };
       x.up[lane / 4] = up(lane / 4), x.up[lane / 4 + 8] = up(lane / 4 + 8);
     }
     arrive_warp(x.corrected);
@@ -303,9 +313,9 @@ template <class T, int K> struct Updating {
   __device__ __forceinline__ void finish(RowGroup<K>& x) {
     float top0, top1;
     row_tops(s, top0, top1);
-    if (c == 0) x.tops[lane / 4][part] = top0, x.tops[lane / 4 + 8][part] = top1;
+    share_tops(x, top0, top1);
     meet_group();
-    check(largest(x.tops[lane / 4]), largest(x.tops[lane / 4 + 8]));
+    check(top_of(x, lane / 4), top_of(x, lane / 4 + 8));
   }
 };
 
