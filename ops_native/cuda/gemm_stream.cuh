@@ -70,7 +70,7 @@ template <class T, int kM, int kN> class Ring {
 template <class T, class Out, int kM, int kN, bool kPairs>
 __global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Gemm g, const int row_warps) {
   using Stages = Ring<T, kM, kN>;
-  constexpr int kTokens = 8 * kN, kRows = 16 * kM, kAhead = Stages::kStages;
+  constexpr int kTokens = 8 * kN, kRows = 16 * kM, kAhead = Stages::kStages - 1;
   extern __shared__ float4 shared_memory[];
   __shared__ float scales[2][kTokens];
   __shared__ int64_t places[2][kTokens];  // rows of out, -1: none
@@ -130,10 +130,9 @@ __global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Ge
     float sum[kM][kN][4] = {};
     for (int step = 0; step < steps; ++step) {
       wait_copies<kAhead - 1>();
-      __syncwarp();  // for the copies of the other lanes
-      ring.multiply(stage, sum);
-      __syncwarp();  // for their reading of the stage, which is copied to next
+      __syncwarp();  // for the copies of the other lanes, and their reading of the stage that is copied to next
       copy_next();
+      ring.multiply(stage, sum);
       stage = (stage + 1) % Stages::kStages;
     }
 
