@@ -171,8 +171,9 @@ __device__ __forceinline__ void store_turned(const Gemm& g, const float (&sum)[k
         const float* v = sum + (t / 8 + m) * 4;
         const float2 scale = *(const float2*)&shared.scales[turn][t + 8 * m + 2 * c];
         if (kPairs) {
-          const float *gate = g.up_first ? v + 2 : v, *up = g.up_first ? v : v + 2;
-          low[m] = pack<Out>(finish_pair(gate[0], up[0], scale.x), finish_pair(gate[1], up[1], scale.y));
+          const bool swap = g.up_first;  // values, not addresses: what has an address goes to local memory
+          low[m] = pack<Out>(finish_pair(swap ? v[2] : v[0], swap ? v[0] : v[2], scale.x),
+                             finish_pair(swap ? v[3] : v[1], swap ? v[1] : v[3], scale.y));
         } else {
           low[m] = pack<Out>(fmaf(v[0], scale.x, bias[0]), fmaf(v[1], scale.y, bias[0]));
           high[m] = pack<Out>(fmaf(v[2], scale.x, bias[1]), fmaf(v[3], scale.y, bias[1]));
