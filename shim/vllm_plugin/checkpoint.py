@@ -19,6 +19,7 @@ from shim.errors import OpshimError
 from shim.vllm_plugin.sizes import LINEAR, Sizes
 
 INDEX = "model.safetensors.index.json"
+FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # bytes of dtypes that vLLM converts to the one it serves in
 LONGEST_HEADER = 100_000_000  # bytes, as the format has it
 BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 BITS |= dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8)
@@ -63,13 +64,22 @@ def _read_index(index: Path) -> dict[str, str]:
         places = json.loads(index.read_text())["weight_map"]
         if all(isinstance(file, str) and Path(file).name == file for file in places.values()):
             return places
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise CheckpointError(f"{index} is not an index: expected JSON with a weight_map from tensors to file names")
 
 
 def header(file: Path) -> dict[str, Stored]:
     """The tensors of one file; CheckpointError where header and size do not fit each other."""
+    try:
+        if not file.is_file():  # a dangling link, a folder, a pipe that nobody writes to
+            raise CheckpointError(f"{file} is no file")
+        return _header(file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _header(file: Path) -> dict[str, Stored]:
     total = file.stat().st_size
     with file.open("rb") as opened:
         start = opened.read(8)
@@ -90,7 +100,7 @@ def header(file: Path) -> dict[str, Stored]:
             if first != end or stored.size * 8 != math.prod(stored.shape) * BITS.get(stored.dtype, 8 * stored.size):
                 raise ValueError(f"{name} of {stored.dtype} {list(stored.shape)} at bytes {first} to {last}")
             found[name], end = stored, last
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} has a damaged header: {type(error).__name__}: {error}") from None
     if 8 + length + end != total:
         short = "cut short" if total < 8 + length + end else "damaged"
@@ -211,6 +221,8 @@ def compare(
             seen.add(known)
             if needed[known] is not None and needed[known] != one.shape:
                 result.shapes.append(f"{name} is {list(one.shape)}, the model's is {list(needed[known])}")
+            elif one.dtype not in FLOATS:  # vLLM would take its numbers without a scale
+                result.shapes.append(f"{name} is of {one.dtype}, a model that is not quantized has {', '.join(FLOATS)}")
         elif known.startswith("mtp.") or known.endswith("rotary_emb.inv_freq") or known == "lm_head.weight":
             result.skipped[name] = one.size
         elif vision and re.match(r"(model\.)?visual\.", known):

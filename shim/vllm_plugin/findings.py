@@ -13,7 +13,6 @@ from shim.vllm_plugin import capacity, checkpoint, sizes
 from shim.vllm_plugin.serve import Model, Options
 
 TENSOR, PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
-FLOATS = {"F16": 2, "BF16": 2, "F32": 4, "F64": 8}  # bytes of dtypes that vLLM converts to the one it serves in
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Plan:
                 return needed and sum(map(prod, needed.values())) * item // ranks
         except (checkpoint.CheckpointError, sizes.ConfigError):
             return None
-        scales = {dtype: item / own for dtype, own in FLOATS.items()}
+        scales = {dtype: item / own for dtype, own in checkpoint.FLOATS.items()}
         return int(sum(one.size * scales.get(one.dtype, 1) for one in stored.values())) // ranks
 
     @cached_property

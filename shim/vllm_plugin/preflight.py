@@ -20,11 +20,12 @@ from shim.errors import OpshimError
 from shim.loading import shown, user_cache
 from shim.vllm_plugin import capacity, preflight_model, sizes
 from shim.vllm_plugin.checkpoint import human
-from shim.vllm_plugin.findings import TENSOR, Finding, Plan
+from shim.vllm_plugin.findings import PIPELINE, TENSOR, Finding, Plan
 from shim.vllm_plugin.model_class import ImportCheck, registered
 from shim.vllm_plugin.serve import USAGE
 
 LEAST_DISK = 64 * 2**20  # bytes that have to be free where something is written
+NODES = Path("/sys/devices/system/node")  # of memory, a folder each
 LEAST_LENGTH = 16  # tokens, below which no server is worth its start
 
 
@@ -64,6 +65,11 @@ def device(plan: Plan) -> Iterator[Finding]:
     found = devices.describe(plan.device)
     if plan.device == "cpu":
         yield Finding("device", f"{found.name}, {found.facts['isa']}, {found.facts['cores']} cores, {plan.memory}")
+        ranks, nodes = capacity.whole(plan.options, 1, *TENSOR), len(list(NODES.glob("node[0-9]*"))) or 1
+        bound = plan.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
+        if ranks > nodes and not bound and plan.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") == "0":
+            text = f"--tensor-parallel-size {ranks} needs as many NUMA nodes, here are {nodes}, or to be told the cores"
+            yield Finding("device", f"{text} of each rank: VLLM_CPU_OMP_THREADS_BIND='0-1|2-3'", code=USAGE)
         return
     capability = "sm_{}{}".format(*found.facts["capability"])
     versions = f"driver {devices.driver_version(found.facts['driver'])}, CUDA {torch.version.cuda} in torch"
@@ -148,6 +154,12 @@ def cache(plan: Plan) -> Iterator[Finding]:
     if given is None and longest is None:
         raise sizes.ConfigError("config.json has no max_position_embeddings")
     wanted = longest if given is None else capacity.human_number(given, "--max-model-len")
+    if not wanted:
+        raise OpshimError(f"--max-model-len must be a number from 1 on, got {given!r}")
+    if longest is not None and wanted > longest and _is_limit(plan):
+        text = f"--max-model-len {wanted} is above the model's {longest:,} (max_position_embeddings), vLLM refuses it"
+        yield Finding("KV cache", f"{text}: VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it", code=USAGE)
+        return
     room, source = plan.room
     fits = need.longest(room)
     if wanted <= fits:
@@ -161,7 +173,16 @@ def cache(plan: Plan) -> Iterator[Finding]:
         plan.max_model_len = fits
         yield Finding("KV cache", text, f"served with --max-model-len {fits}")
     else:
-        yield Finding("KV cache", f"{text}: --max-model-len {fits} is the largest, or policy auto fits it", code=USAGE)
+        most = f"--max-model-len {fits} is the largest, or policy auto fits it" if fits >= LEAST_LENGTH else "too little"
+        yield Finding("KV cache", f"{text}: {most}", code=USAGE)
+
+
+def _is_limit(plan: Plan) -> bool:
+    """Whether vLLM refuses lengths above max_position_embeddings: not where a factor scales it, or it is told so."""
+    config, allowed = sizes.text_of(plan.model.config), plan.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "")
+    scaled = any("factor" in str(config.get(name)) for name in ("rope_scaling", "rope_parameters"))
+    other = scaled or config.get("model_max_length") or "--hf-overrides" in plan.options
+    return not other and allowed.strip().lower() not in ("1", "true")
 
 
 def memory(plan: Plan) -> Iterator[Finding]:
@@ -171,6 +192,9 @@ def memory(plan: Plan) -> Iterator[Finding]:
     told = f"{'unknown' if held is None else human(held)} of weights and {human(room)} of KV cache, "
     told += "free memory is not known" if free is None else f"{human(free)} free"
     needed = (held or 0) + room
+    ranks = capacity.whole(plan.options, 1, *TENSOR) * capacity.whole(plan.options, 1, *PIPELINE)
+    if plan.device == "cpu" and ranks > 1:  # all of them live in this machine's memory
+        told, needed = f"{ranks} ranks, each with {told}", ranks * needed
     asked = plan.device == "cuda" and "--kv-cache-memory-bytes" not in plan.options
     share = int(capacity.utilization(plan.options) * plan.memory.total) if asked else 0
     if free is not None and needed > free:

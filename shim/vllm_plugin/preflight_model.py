@@ -56,6 +56,15 @@ def options(plan: Plan) -> Iterator[Finding]:
 
 def shapes(plan: Plan) -> Iterator[Finding]:
     """The ops' own checks, domains and guards over calls of the model's sizes, one rank's share of them."""
+    ranks, heads = capacity.whole(plan.options, 1, *TENSOR), plan.sizes.heads
+    if heads % ranks:
+        yield Finding("shapes", f"{heads} heads of attention cannot be shared by {ranks} ranks ({TENSOR[0]})", code=USAGE)
+        return
+    if plan.dtype not in honoured.TAKEN:
+        if not plan.options.get("--dtype"):  # else that option has been refused
+            text = f"config.json has the dtype {plan.dtype}: expected {', '.join(honoured.TAKEN)}, or --dtype"
+            yield Finding("shapes", text, code=UNSERVED)
+        return
     examples, served, chains = _examples(plan), 0, plan.chains
     for chain in chains:
         problem, harmless = _refusal(chain, examples[chain.op.name], plan)

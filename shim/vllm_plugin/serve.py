@@ -52,6 +52,8 @@ class Options:
         """The value of an option under any of its names, the last where there are several; "" for one without a value,
         None where it was not given."""
         for at, text in reversed(list(enumerate(self.given))):
+            if text[:2] in names and not text.startswith("--") and text[2:3] not in ("", "="):
+                return text[2:]  # "-qawq"
             name, equals, value = text.partition("=")
             if name.replace("_", "-") in names:
                 follows = next(iter(self.given[at + 1 : at + 2]), "-")
@@ -135,6 +137,8 @@ def split(arguments: Sequence[str]) -> tuple[str | None, Options]:
     named, given = None, list(arguments)
     if given and not given[0].startswith("-"):
         named = given.pop(0)
+        if not named:
+            raise ServeError("the model is named by an empty text: leave it out for the bundled one")
     options = Options(given)
     if "--model" in options:
         raise ServeError("the model is named right after serve, not with --model")
@@ -206,7 +210,7 @@ def _from_hub(name: str) -> Path:
 def _read_config(path: Path, model: str) -> Mapping:
     try:
         config = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ServeError(f"config.json of {model} is not JSON: {error}") from None
     if not isinstance(config, dict) or not config.get("architectures"):
         raise ServeError(f"config.json of {model} names no architecture")

@@ -16,6 +16,13 @@ COUNTS = {  # whole numbers, and the least that each may be
     **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "intermediate_size"), 0),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 0),
 }
+MOST = {  # far above what any model has, so that nobody waits for a list of each
+    **dict.fromkeys(("num_hidden_layers", "num_experts", "num_local_experts", "num_experts_per_tok"), 10_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 10_000),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 10_000),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"), 10_000),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 10_000_000),
+}
 FULL, LINEAR = "full_attention", "linear_attention"
 # Fields of models whose caches are of other kinds: latent, windowed, shared between layers, states of other formulas.
 OTHER_CACHES = (
@@ -62,6 +69,12 @@ def check_types(config: Mapping, where: str) -> None:
                 value,
                 f"a whole number from {least} on",
             )
+        for name, most in MOST.items():
+            value = part.get(name)
+            need(not isinstance(value, int) or value <= most, name, value, f"at most {most:,}")
+        quantized, dense = part.get("quantization_config"), part.get("mlp_only_layers")
+        need(isinstance(quantized, Mapping | None), "quantization_config", quantized, "an object")
+        need(isinstance(dense, list | None), "mlp_only_layers", dense, "a list of layers")
         for name in ("dtype", "torch_dtype", "model_type"):
             need(isinstance(part.get(name), str | None), name, part.get(name), "a name")
         kinds, layers = part.get("layer_types"), part.get("num_hidden_layers")
@@ -145,7 +158,7 @@ def read(config: Mapping) -> Sizes:
         hidden,
         heads,
         get("num_key_value_heads", default=heads),
-        get("head_dim", default=max(1, hidden // heads)),
+        get("head_dim", default=256 if hybrid else max(1, hidden // heads)),
         *(get(f"linear_{name}") if LINEAR in kinds else 0 for name in linear),
         experts,
         get("num_experts_per_tok") if experts else 0,
