@@ -53,6 +53,17 @@ def test_a_dry_run_ends_with_the_code_of_what_stands_in_the_way(model, monkeypat
     assert "model.safetensors is cut short: by its header it has 6502936 bytes, in truth 1000000" in result.stderr
 
 
+def test_a_model_named_by_an_empty_text_is_not_the_bundled_one():
+    result = CliRunner().invoke(runner.main, ["serve", "", "--dry-run"])
+    assert result.exit_code == USAGE and "empty text" in result.stderr
+
+
+def test_a_short_option_with_its_value_in_one_is_seen(look):
+    stops(look("-qawq")[1], "options", "-q awq")
+    assert "-O" in Options(["-O3"]) and Options(["-O3"]).get("-O") == "3"
+    assert Options(["-tp", "2", "--x", "-1"]).get("-q") is None
+
+
 # ---- config.json -----------------------------------------------------------------------------------------------------
 
 
@@ -69,6 +80,10 @@ def test_a_dry_run_ends_with_the_code_of_what_stands_in_the_way(model, monkeypat
         ("intermediate_size", [128, "x"], "a whole number from 0 on"),
         ("head_dim", 2.5, "a whole number from 1 on"),
         ("layer_types", 7, "a list of names"),
+        ("num_hidden_layers", 10**9, "at most 10,000"),
+        ("num_attention_heads", 10**9, "at most 10,000"),
+        ("mlp_only_layers", "abc", "a list of layers"),
+        ("quantization_config", "awq", "an object"),
         ("text_config", [1], "an object"),
         ("dtype", 16, "a name"),
     ],
@@ -78,6 +93,37 @@ def test_a_field_of_another_kind_is_named_in_one_line(model, edit, field, value,
     result = CliRunner().invoke(runner.main, ["serve", str(model), "--dry-run", "--port", str(free_port())])
     assert result.exit_code == USAGE and len(result.stderr.splitlines()) == 1, result.output
     assert expected in result.stderr and "config.json" in result.stderr and field in result.stderr or value == 3
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}", "{", "\ufeff{}"])
+def test_what_python_cannot_read_as_json_is_told_in_one_line(model, text):
+    (model / "config.json").write_text(text, encoding="utf-8")
+    result = CliRunner().invoke(runner.main, ["serve", str(model), "--dry-run", "--port", str(free_port())])
+    assert result.exit_code == USAGE and len(result.stderr.splitlines()) == 1, result.output
+    assert "config.json" in result.stderr and "is not JSON" in result.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float13", "torch.float16", "Tensor", "int8"])
+def test_a_dtype_that_no_op_takes_is_one_finding(look, edit, dtype):
+    edit(dtype=dtype)
+    stops(look()[1], "shapes", f"config.json has the dtype {dtype}: expected float16", code=UNSERVED)
+
+
+def test_an_unknown_dtype_among_the_options_is_one_finding(look):
+    stops(look("--dtype", "foo")[1], "options", "--dtype foo")
+
+
+def test_heads_that_ranks_cannot_share_stop(look, monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "NODES", tmp_path)
+    told = look("-tp", "3", environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1|2"})[1]
+    stops(told, "shapes", "2 heads of attention cannot be shared by 3 ranks")
+
+
+def test_a_head_size_that_is_not_given_is_that_of_transformers(look, edit):
+    edit(head_dim=None)
+    plan, told = look()
+    free(told)
+    assert plan.sizes.head == 256
 
 
 @pytest.mark.parametrize("fields", [{"kv_lora_rank": 512}, {"model_type": "mamba2"}])

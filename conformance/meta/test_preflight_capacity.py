@@ -76,7 +76,8 @@ def test_capacity_is_what_vllm_says_of_the_bundled_model(monkeypatch):
     assert need.longest(2**30) == 1046784 and need.bytes(1046784) <= 2**30 < need.bytes(1046785)
 
 
-def test_a_length_above_the_cache_stops_strict_with_the_largest_and_is_fitted_by_auto(look):
+def test_a_length_above_the_cache_stops_strict_with_the_largest_and_is_fitted_by_auto(look, edit):
+    edit(max_position_embeddings=2**24)
     plan, told = look("--max-model-len", "16M")
     largest = capacity.demand(plan.sizes, plan.options, plan.dtype, "cpu").longest(2**30)
     stops(told, "KV cache", "16,777,216 tokens", f"--max-model-len {largest} is the largest")
@@ -96,14 +97,32 @@ def test_auto_hands_the_fitted_length_to_vllm(model, edit, monkeypatch):
     assert 100_000 < fitted < 16_000_000 and fitted % 128 == 0
 
 
-def test_more_memory_for_the_cache_holds_longer_sequences(look):
+def test_more_memory_for_the_cache_holds_longer_sequences(look, edit):
+    edit(max_position_embeddings=2**24)
     text = ["--max-model-len", "1500000"]
     assert look(*text)[1]["KV cache"][0].code == USAGE
     free(look(*text, environ={"VLLM_CPU_KVCACHE_SPACE": "3"})[1])
     free(look(*text, "--kv-cache-memory-bytes", "3G")[1])
 
 
-@pytest.mark.parametrize("given", ["abc", "1.5K", "", "-5"])
+def test_a_length_above_the_models_stops_as_vllm_refuses_it(look, edit):
+    for policy in ("strict", "auto"):
+        plan, told = look("--max-model-len", "2049", policy=policy)
+        stops(told, "KV cache", "--max-model-len 2049 is above the model's 2,048", "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1")
+        assert plan.max_model_len is None
+    free(look("--max-model-len", "2048")[1])
+    free(look("--max-model-len", "2049", environ={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})[1])
+    edit(rope_scaling={"rope_type": "linear", "factor": 2.0})
+    free(look("--max-model-len", "4096")[1])
+
+
+def test_a_cache_that_holds_nothing_does_not_point_to_auto(look):
+    for policy in ("strict", "auto"):
+        told = look("--kv-cache-memory-bytes", "10", policy=policy)[1]
+        stops(told, "KV cache", "10 bytes (--kv-cache-memory-bytes) hold 0: too little")
+
+
+@pytest.mark.parametrize("given", ["0", "abc", "1.5K", "", "-5"])
 def test_a_length_that_is_no_number_stops(look, given):
     stops(
         look(f"--max-model-len={given}")[1],
@@ -138,6 +157,22 @@ def test_a_cache_that_the_machine_cannot_hold_stops(look, monkeypatch):
         "memory",
         "6.0 GiB of KV cache, 4.0 GiB free: 2.0 GiB are missing",
     )
+
+
+def test_ranks_of_a_cpu_share_its_memory(look, monkeypatch):
+    monkeypatch.setattr(capacity, "host_memory", lambda: capacity.Memory(8 * 2**30, 3 * 2**29))
+    free(look()[1])
+    cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    stops(look("-tp", "2", environ=cores)[1], "memory", "2 ranks, each with 3.1 MiB of weights", "are missing")
+
+
+def test_ranks_of_a_cpu_need_nodes_or_cores(look, monkeypatch, tmp_path):
+    (tmp_path / "node0").mkdir()
+    monkeypatch.setattr(preflight, "NODES", tmp_path)
+    stops(look("-tp", "2")[1], "device", "--tensor-parallel-size 2 needs as many NUMA nodes, here are 1")
+    free(look("-tp", "2", environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})[1])
+    (tmp_path / "node1").mkdir()
+    free(look("-tp", "2")[1])
 
 
 def test_a_space_that_is_no_number_stops(look):

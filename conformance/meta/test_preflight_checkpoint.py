@@ -1,6 +1,7 @@
 """The preflight's look at a checkpoint: damaged files, and tensors that are missing, skipped or of another shape."""
 
 import json
+import os
 
 import pytest
 
@@ -30,6 +31,33 @@ QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
 def test_a_damaged_file_is_named_with_what_is_wrong(look, model, change, words):
     change(model / "model.safetensors")
     stops(look()[1], "checkpoint", str(model / "model.safetensors"), words)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda file: file.symlink_to("/nowhere/weights"), "is no file"),
+        (lambda file: file.symlink_to(file), "no file"),
+        (lambda file: file.mkdir(), "is no file"),
+        (os.mkfifo, "is no file"),
+        (lambda file: file.write_bytes((9999).to_bytes(8, "little") + b"[" * 9999), "damaged header: RecursionError"),
+    ],
+)
+def test_what_is_no_file_stops_and_nobody_waits_for_it(look, model, make, words):
+    (model / "model.safetensors").unlink()
+    make(model / "model.safetensors")
+    stops(look()[1], "checkpoint", str(model / "model.safetensors"), words)
+
+
+def test_an_index_that_is_no_file_is_named(look, model):
+    (model / checkpoint.INDEX).mkdir()
+    stops(look()[1], "checkpoint", checkpoint.INDEX, "is not an index")
+
+
+def test_whole_numbers_are_no_weights(look, model):
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"F16"', b'"I16"', 1))
+    stops(look()[1], "checkpoint", "1 of another shape", "is of I16, a model that is not quantized has F16, BF16")
 
 
 def test_tensors_that_share_bytes_are_a_damaged_header(tmp_path):

@@ -148,6 +148,7 @@ def read(config: Mapping) -> Sizes:
 
     layers, heads, hidden = get("num_hidden_layers"), get("num_attention_heads"), get("hidden_size")
     hybrid = text.get("linear_num_value_heads") is not None
+    qwen = str(text.get("model_type")).startswith("qwen3_")
     interval = get("full_attention_interval", default=4) if hybrid else 1
     kinds = text.get("layer_types") or [LINEAR if (layer + 1) % interval else FULL for layer in range(layers)]
     linear = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
@@ -158,7 +159,7 @@ def read(config: Mapping) -> Sizes:
         hidden,
         heads,
         get("num_key_value_heads", default=heads),
-        get("head_dim", default=256 if hybrid else max(1, hidden // heads)),
+        get("head_dim", default=256 if qwen and hybrid else max(1, hidden // heads)),
         *(get(f"linear_{name}") if LINEAR in kinds else 0 for name in linear),
         experts,
         get("num_experts_per_tok") if experts else 0,
