@@ -1,5 +1,6 @@
 """`runner.py serve` from start to end around a stand-in for vLLM: readiness, signals, causes, nothing left behind."""
 
+import argparse
 import http.server
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from shim.health import Row
+from shim.vllm_plugin import launch
 from shim.vllm_plugin.serve import calls_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -207,7 +209,8 @@ def test_the_summary_has_the_ops_that_nobody_called():
     ]
 
 
-def test_nothing_survives_the_death_of_the_command_itself(serve):
+def test_nothing_survives_the_death_of_the_command_itself(serve, tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     process, port = serve("serves")
     lines_until(process.stdout, "curl")
     helper = helper_of(process)
@@ -216,3 +219,20 @@ def test_nothing_survives_the_death_of_the_command_itself(serve):
     assert is_gone(helper)
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
+    deadline = time.monotonic() + 20
+    while list(tmp_path.glob("opshim-run-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not list(tmp_path.glob("opshim-run-*")), "the folder of the counters is left"
+
+
+def test_vllm_takes_no_abbreviated_options(monkeypatch, capsys):
+    monkeypatch.setattr(argparse.ArgumentParser, "__init__", argparse.ArgumentParser.__init__)
+    launch._whole_names()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--port")
+    parser.add_argument("-q", "--quantization")
+    assert parser.parse_args(["--port", "1", "-qawq"]).quantization == "awq"
+    for name in ("--por", "--quant"):
+        with pytest.raises(SystemExit):
+            parser.parse_args([name, "1"])
+        assert f"unrecognized arguments: {name} 1" in capsys.readouterr().err
