@@ -144,6 +144,11 @@ def test_options_of_vllm_and_the_policy_reach_the_child(serve):
     assert "'--served-model-name', 'a-model'" in told and "policy: reference" in told
 
 
+def test_the_example_asks_for_the_name_that_is_served(serve):
+    process, _ = serve("serves", "--served-model-name", "mine", "--enforce-eager")
+    assert '"model": "mine"' in lines_until(process.stdout, "curl")[-1]
+
+
 def test_the_request_policy_reaches_the_child(serve):
     process, _ = serve("serves", "--request-policy", "refuse_large_n")
     told = lines_until(process.stderr, "arguments:")[-1]

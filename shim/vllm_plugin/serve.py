@@ -126,7 +126,8 @@ def serve(
     selected = {chain.op.name: chain.selected.label for chain in chains}
     scheme = "https" if "--ssl-certfile" in options else "http"
     url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    return _run(command, environment, model, url, selected)
+    name = options.get("--served-model-name") or model.name
+    return _run(command, environment, name, url, selected)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -278,11 +279,11 @@ def _show_hooks(device: str, needed: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _run(command: list[str], environment: dict[str, str], model: Model, url: str, selected: Mapping[str, str]) -> int:
+def _run(command: list[str], environment: dict[str, str], name: str, url: str, selected: Mapping[str, str]) -> int:
     from shim.vllm_plugin.supervise import Supervisor
 
     def ready(seconds: float) -> None:
-        request = json.dumps({"model": model.name, "prompt": "The ", "max_tokens": 32})
+        request = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
         say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it. Try:")
         print(f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{request}'", flush=True)
 
