@@ -112,6 +112,8 @@ def test_a_length_above_the_models_stops_as_vllm_refuses_it(look, edit):
         assert plan.max_model_len is None
     free(look("--max-model-len", "2048")[1])
     free(look("--max-model-len", "2049", environ={"VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"})[1])
+    edit(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.25})
+    stops(look("--max-model-len", "2049")[1], "KV cache", "is above the model's 2,048")
     edit(rope_scaling={"rope_type": "linear", "factor": 2.0})
     free(look("--max-model-len", "4096")[1])
 
