@@ -173,8 +173,8 @@ def cache(plan: Plan) -> Iterator[Finding]:
         plan.max_model_len = fits
         yield Finding("KV cache", text, f"served with --max-model-len {fits}")
     else:
-        most = f"--max-model-len {fits} is the largest, or policy auto fits it" if fits >= LEAST_LENGTH else "too little"
-        yield Finding("KV cache", f"{text}: {most}", code=USAGE)
+        largest = f"--max-model-len {fits} is the largest, or policy auto fits it"
+        yield Finding("KV cache", f"{text}: {largest if fits >= LEAST_LENGTH else 'too little'}", code=USAGE)
 
 
 def _is_limit(plan: Plan) -> bool:

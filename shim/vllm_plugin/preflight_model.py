@@ -58,7 +58,8 @@ def shapes(plan: Plan) -> Iterator[Finding]:
     """The ops' own checks, domains and guards over calls of the model's sizes, one rank's share of them."""
     ranks, heads = capacity.whole(plan.options, 1, *TENSOR), plan.sizes.heads
     if heads % ranks:
-        yield Finding("shapes", f"{heads} heads of attention cannot be shared by {ranks} ranks ({TENSOR[0]})", code=USAGE)
+        text = f"{heads} heads of attention cannot be shared by {ranks} ranks ({TENSOR[0]})"
+        yield Finding("shapes", text, code=USAGE)
         return
     if plan.dtype not in honoured.TAKEN:
         if not plan.options.get("--dtype"):  # else that option has been refused
