@@ -1,5 +1,5 @@
-// The PTX of the gated delta rule in chunks: copies into shared memory and barriers that wait for them, clusters of
-// blocks, matrix fragments, mma.sync.
+// The PTX of the gated delta rule in chunks: copies into shared memory and barriers that wait for them, matrix
+// fragments, mma.sync.
 //
 // Fragments of m16n8k16, for lane l with r = l / 4 and c = 2 (l % 4), a register holding two neighbours:
 //   A [16,16]   a0 (r, c)  a1 (r + 8, c)  a2 (r, c + 8)  a3 (r + 8, c + 8)
@@ -31,6 +31,11 @@ __device__ __forceinline__ void arrive(Barrier& barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(shared_address(&barrier))
                : "memory");
 }
+// By all lanes of a warp: it arrives once.
+__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
+  __syncwarp();
+  if (threadIdx.x % kWarp == 0) arrive(barrier);
+}
 // Waits for the end of the phase of that parity: at once for 1 where none has ended yet.
 __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
   uint32_t over;
@@ -56,54 +61,6 @@ __device__ __forceinline__ void wait(Barrier& barrier, int parity) {
 __device__ __forceinline__ void arrive_after_copies(Barrier& barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(&barrier)) : "memory");
 }
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-// Of blocks that run together, on neighbouring SMs. Blocks of a cluster see the same addresses in shared memory.
-__device__ __forceinline__ int cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return int(rank);
-}
-__device__ __forceinline__ int cluster_size() {
-  uint32_t size;
-  asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-  return int(size);
-}
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-// Barriers just initialised are seen by the cluster's blocks after the next cluster_sync().
-__device__ __forceinline__ void publish_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-
-// Arrives at the barrier at this address in that block of the cluster.
-__device__ __forceinline__ void arrive_at(Barrier& barrier, int rank) {
-  asm volatile("{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %0, %1;\n"
-               "mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(shared_address(&barrier)),
-               "r"(rank)
-               : "memory");
-}
-// Bytes that the barrier's phase waits for, too.
-__device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
-  asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes)
-               : "memory");
-}
-// A multiple of 16 bytes, to the same address in every block of the cluster, counting at the same barrier of each.
-__device__ __forceinline__ void copy_to_all(void* to, const void* from, int bytes, Barrier& barrier, int blocks) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
-      ::"r"(shared_address(to)), "l"(from), "r"(bytes), "r"(shared_address(&barrier)), "h"(uint16_t((1 << blocks) - 1))
-      : "memory");
-}
-#else
-__device__ __forceinline__ int cluster_rank() { return 0; }
-__device__ __forceinline__ int cluster_size() { return 1; }
-__device__ __forceinline__ void cluster_sync() { __syncthreads(); }
-__device__ __forceinline__ void publish_barriers() {}
-__device__ __forceinline__ void arrive_at(Barrier& barrier, int) { arrive(barrier); }
-
-#endif
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
 

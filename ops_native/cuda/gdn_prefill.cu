@@ -4,19 +4,20 @@
 //            as all blocks, of 32 rows of a state each, fit the GPU at once.
 //   chunks   64 tokens at a time on tensor cores (gdn_prefill_chunks.cuh): half types, K of 64 or 128, V in slices of
 //            32, sequences of 64 tokens and more on average, and a GPU with room for two chunks in shared memory. Some
-//            0.06 us per token of 16/32 heads of 128 on an H200; the floor, q, k, v and o once, is 0.006 us.
+//            0.042 us per token of 16/32 heads of 128 on an H200; the floor, q, k, v and o once, is 0.006 us.
 //
 // The chunks of all sequences are numbered; scratch holds so many of them at a time that they stay in the L2 cache, and
 // the two phases take turns. The state of a sequence that spans two turns is carried in float32.
 #include "gdn_prefill_local.cuh"
 #include "gdn_prefill_scan.cuh"
 #include "gdn_prefill_steps.cuh"
+#include "gdn_prefill_wgmma.cuh"
 
 namespace {
 
 struct Plan {
   int64_t parts = 0, held = 0;  // none: token by token
-  int stages = 0, cluster = 1;
+  int stages = 0;               // chunks in shared memory, where they are not kRing
   int64_t redo = 0, carry = 0, heads = 0, size = 0;  // bytes of scratch up to which each part reaches
 
   Plan(int64_t T, int64_t N, int64_t H, int64_t HV, int64_t K, int64_t V, int64_t dtype) {
@@ -26,7 +27,6 @@ struct Plan {
     stages = int((shared_memory_limit() - exchange) / stage);
     if (stages < 2) return;
     if (stages > kStages) stages = kStages;
-    if (capability() == 90 && V % (kCluster * kSlice) == 0) cluster = kCluster;
     const int64_t bytes = HV * sizeof(HeadChunk) + H * 2 * kChunk * K * sizeof(f16);  // of one chunk
     const int64_t most = attribute(cudaDevAttrL2CacheSize) / 5 * 4 / bytes, wanted = most > 16 ? most : 16;
     const int64_t chunks = T / kChunk + N;
@@ -40,26 +40,6 @@ struct Plan {
   }
 };
 
-// As launch_early(), in clusters of so many blocks.
-template <class... Parameters, class... Arguments>
-int launch_clusters(int blocks, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream,
-                    Arguments... arguments) {
-  if (blocks == 1 || grid.x == 0) return launch_early(kernel, grid, block, shared, stream, arguments...);
-  const cudaError_t error =
-      cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-  if (error != cudaSuccess) return status_of(error);
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchAttribute &cluster = attributes[0], &early = attributes[1];
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim.x = blocks, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = block, config.dynamicSmemBytes = shared;
-  config.stream = cudaStream_t(stream), config.attrs = attributes, config.numAttrs = 2;
-  return status_of(cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
-}
-
 template <int K, class T>
 int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void* pool, bool pool_is_f32, T* o,
                   char* memory, void* stream) {
@@ -67,7 +47,6 @@ int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void*
                            (f16*)(memory + plan.heads)};
   const bool packs = aligned(16, in.q) && aligned(16, in.k), packs_values = aligned(16, in.v);
   const int64_t chunks = p.T / kChunk + p.N;
-  const size_t shared = sizeof(Exchange<K>) + plan.stages * sizeof(Stage<T, K>);
   for (int64_t first = 0; first < chunks; first += plan.held) {
     const Part part = {first, first + plan.held < chunks ? first + plan.held : chunks};
     const int64_t count = part.end - part.first;
@@ -75,9 +54,14 @@ int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void*
                               dim3(kLocalThreads), sizeof(LocalShared<K>), stream, p, in.q, in.k, scratch, part, packs);
     if (status != kOk) return status;
     const bool by_chunk = count < p.N;
-    status = launch_clusters(plan.cluster, scan_kernel<T, K>, dim3((by_chunk ? count : p.N) * p.HV * (p.V / kSlice)),
-                             dim3(kScanThreads), shared, stream, p, in.v, pool, pool_is_f32, o, scratch, part, by_chunk,
-                             plan.stages, packs_values);
+    const dim3 grid((by_chunk ? count : p.N) * p.HV * (p.V / kSlice));
+    if (capability() == 90)
+      status = launch_early(scan_wgmma_kernel<T, K>, grid, dim3(kWgmmaThreads), sizeof(WgmmaShared<T, K>), stream, p,
+                            in.v, pool, pool_is_f32, o, scratch, part, by_chunk, packs_values);
+    else
+      status = launch_early(scan_kernel<T, K>, grid, dim3(kScanThreads),
+                            sizeof(Exchange<K>) + plan.stages * sizeof(Stage<T, K>), stream, p, in.v, pool, pool_is_f32,
+                            o, scratch, part, by_chunk, packs_values, plan.stages);
     if (status != kOk) return status;
   }
   return kOk;

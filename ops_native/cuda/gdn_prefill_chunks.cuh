@@ -9,7 +9,7 @@
 //     S  <- d_64 S + sum_j D_64,j u_j k_j^T
 //
 // Phase 1 (gdn_prefill_local.cuh) makes T, the factors of u_j in o_i, and all factors per token, of all chunks at once;
-// phase 2 (gdn_prefill_scan.cuh) walks over the chunks: five products each.
+// phase 2 (gdn_prefill_wgmma.cuh for sm_90a, else gdn_prefill_scan.cuh) walks over the chunks: five products each.
 //
 // Precision. Products take halves and sum in float32, and must be as good as float32 arithmetic. So every operand is
 // scaled by powers of two (per row, so that nothing depends on the inputs' magnitude) and then either exact in a half,
@@ -21,8 +21,9 @@
 // was there on the way) is found out by both phases. Such a slice of a state is left as it was, and taken through the
 // whole sequence token by token afterwards.
 //
-// Keys and queries are kept as matrices of 8 x 8, 128 bytes each: the unit of ldmatrix, without bank conflicts. The
-// triangles' tiles of 16 x 16 are kept as two operands B of mma.sync, a lane's parts together: rows 0 to 7, 8 to 15.
+// Keys, queries and triangles are kept as matrices of 8 x 8, 128 bytes each: the unit of ldmatrix, without bank
+// conflicts, and of wgmma without swizzle. Triangles are kept in tiles of 16 x 16, four matrices row by row, and each
+// tile's high part is followed by its low one: together they are one operand B of wgmma, of 32 columns.
 #pragma once
 #include "gdn_mma.cuh"
 #include "gdn_prefill.cuh"

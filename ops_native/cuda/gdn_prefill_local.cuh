@@ -231,9 +231,12 @@ __device__ __forceinline__ bool store_rows(f16* to, int i, const float (&x)[8][4
   for (int j = 0; j < 4; ++j) {
     if (j > i) continue;
     const Fragment f = split(x[2 * j], x[2 * j + 1], power0.down, power1.down);
-    uint4* tile = (uint4*)(to + tile_offset(i, j)) + lane;
-    tile[0] = {f.high[0], f.high[2], f.high[1], f.high[3]};  // operands B: of eight rows, then of the others
-    tile[kWarp] = {f.low[0], f.low[2], f.low[1], f.low[3]};
+    uint32_t* tile = (uint32_t*)(to + tile_offset(i, j)) + lane;
+#pragma unroll
+    for (int m = 0; m < 4; ++m) {  // matrices row by row, those of fragments column by column
+      tile[m * kWarp] = f.high[m / 2 + m % 2 * 2];
+      tile[(4 + m) * kWarp] = f.low[m / 2 + m % 2 * 2];
+    }
   }
   return scales(sum0) && scales(sum1);
 }

@@ -1,6 +1,6 @@
 // The warps of gdn_prefill_scan.cuh that compute: what each does with a chunk, and what they share of it.
 #pragma once
-#include "gdn_prefill_chunks.cuh"
+#include "gdn_prefill_walk.cuh"
 
 namespace {
 
@@ -25,23 +25,13 @@ template <int K> struct alignas(16) RowGroup {  // of 16 rows
 };
 constexpr int kRest = 0, kWrites = 1, kTops = 2;  // v - S k; u times `write`; the largest of each row, before those
 
-struct Task {  // of the block; kept here for the end, as the loop needs all registers
-  Sequence sequence;
-  int64_t slice;
-  bool begins, ends;  // the sequence, in this part
-};
 template <int K> struct alignas(16) Exchange {
   RowGroup<K> rows[kRowGroups];
-  Task task;
+  Walk walk;  // kept here for the end, as the loop needs all registers
   Barrier full[kStages], empty[kStages];
 };
 static_assert(sizeof(Exchange<128>) + 2 * sizeof(Stage<f16, 128>) <= 163 * 1024, "for sm_80");
-static_assert(sizeof(Exchange<128>) + 3 * sizeof(Stage<f16, 128>) <= 227 * 1024, "for sm_90");
-
-// Of eight values of a token: their order differs between tokens, so that eight tokens are on different banks.
-__device__ __forceinline__ int value_offset(int token, int eight) {
-  return token * kSlice + (eight ^ (token / 2 % 4)) * 8;
-}
+static_assert(sizeof(Exchange<128>) + 3 * sizeof(Stage<f16, 128>) <= 227 * 1024, "for sm_100");
 
 // A lane's parts of a fragment lie 512 bytes apart, so that it takes two accesses without bank conflicts.
 __device__ __forceinline__ void store(Fragment (&to)[kWarp], int lane, const Fragment& f) {
@@ -53,15 +43,11 @@ __device__ __forceinline__ Fragment load(const Fragment (&from)[kWarp], int lane
   return f;
 }
 
-__device__ __forceinline__ bool irregular_chunk(const Scalars& scalars) {
-  const int4 rows = *(const int4*)scalars.irregular;
-  return rows.x | rows.y | rows.z | rows.w;
-}
-
-// Tile (i, j) of a triangle: the high parts, the low ones.
+// Tile (i, j) of a triangle as operands B, of eight rows, then of the others: the high parts, the low ones.
 __device__ __forceinline__ void load_tile(uint32_t (&to)[2][4], const f16* triangle, int i, int j) {
-  const uint4* tile = (const uint4*)(triangle + tile_offset(i, j)) + threadIdx.x % kWarp;
-  *(uint4*)to[0] = tile[0], *(uint4*)to[1] = tile[kWarp];
+  const f16* row = triangle + tile_offset(i, j) + threadIdx.x % kWarp * 8;
+  load_matrices(to[0], row);
+  load_matrices(to[1], row + 256);
 }
 
 // Adds a times a tile's rows: the product of two parts each, less that of the low ones. Sums are taken apart, for three
@@ -74,12 +60,6 @@ __device__ __forceinline__ void multiply(float (&main)[2][4], float (&left)[2][4
     mma(right[n], a.high, tile[1][2 * n], tile[1][2 * n + 1]);
     mma(main[n], a.high, tile[0][2 * n], tile[0][2 * n + 1]);
   }
-}
-
-// By all lanes of a warp.
-__device__ __forceinline__ void arrive_warp(Barrier& barrier) {
-  __syncwarp();
-  if (threadIdx.x % kWarp == 0) arrive(barrier);
 }
 
 // Of 16 tokens and 16 columns of keys or queries, the operands B of two products.
