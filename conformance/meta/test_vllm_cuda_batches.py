@@ -2,6 +2,7 @@
 reference and with vLLM's own metadata.
 """
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -143,6 +144,34 @@ def test_a_prompt_of_one_token_starts_from_nothing(delta_net):
         assert torch.equal(pool[3], before)
     first = delta_net([1], [1], [4], mine[:1])
     torch.testing.assert_close(torch.cat([first, delta_net([1], [2], [4], mine[1:])]), whole, atol=1e-5, rtol=1e-4)
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("new", "second"),
+    [([1, 1, 1], 2), ([1, 1, 1], 1), ([1, 1, 4], 1), ([3, 2, 5], 2)],
+    ids=["decodes", "first", "mixed", "prefills"],
+)
+def test_another_group_of_layers_has_the_batch_with_its_own_slots(delta_net, new, second):
+    tables = [torch.tensor([[slot, 77] for slot in slots], dtype=torch.int32) for slots in ((1, 2, 3), (5, 3, 4))]
+    padded, is_first = 2 if second == 2 and max(new) == 1 else 0, second == 1  # the second sequence's length
+    common, others = (batch(new, [9, second, 8], table, padded) for table in tables)
+    mine, other = copy.copy(delta_net.builder), delta_net.builder
+    mine.non_spec_state_indices_tensor = torch.full((8,), 99, dtype=torch.int32)
+    pools = delta_net.layer.kv_cache
+    pools[1].fill_(5)
+    shared = other.build(0, common)
+    assert [(pools[1][slot] == 0).all().item() for slot in range(6)] == [False, False, is_first, *[False] * 3]
+    seen = mine.update_block_table(shared, others.block_table_tensor, others.slot_mapping)
+    assert [(pools[1][slot] == 0).all().item() for slot in (3, 4, 5)] == [is_first, False, False]
+    own = other.build(0, others)
+    for name, value in vars(own).items():
+        if torch.is_tensor(value):
+            assert torch.equal(getattr(seen, name), value), name
+        elif name not in ("nums_dict", "first_tokens"):
+            assert getattr(seen, name) == value, name
+    if padded:  # where a graph reads it
+        assert seen.non_spec_state_indices_tensor.data_ptr() == mine.non_spec_state_indices_tensor.data_ptr()
 
 
 @needs_vllm

@@ -6,9 +6,15 @@ of the delta rule are never compiled nor tuned.
 
 A prompt of one token is a decode to vLLM, of whatever state its slot was left with. So the slots of such prompts are
 zeroed while the batch is prepared: before a graph reads them.
+
+A model has several groups of such layers (vLLM makes groups of equal size), whose batches differ in their slots only.
+With a few sequences that decode, the host takes longer to prepare a batch than the GPU to run it; so only the first
+group's is prepared from the start.
 """
 
 from __future__ import annotations
+
+import copy
 
 import torch
 from torch import Tensor
@@ -17,7 +23,12 @@ from vllm.model_executor.custom_op import PluggableLayer
 from vllm.model_executor.layers.mamba.gdn import qwen_gdn_linear_attn
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.ops.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+from vllm.v1.attention.backends.gdn_attn import (
+    GDNAttentionBackend,
+    GDNAttentionMetadata,
+    GDNAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, mamba_get_block_table_tensor
 
 from shim.vllm_plugin.delta_rule import DeltaRule
 
@@ -29,16 +40,38 @@ class ShimMetadataBuilder(GDNAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         known = vllm_config.compilation_config.static_forward_context
         self.layers = [known[name] for name in layer_names]
+        # Of what a graph has captured, update_block_table() renews the slots: vLLM's own layers read more.
+        self.supports_update_block_table = not any(layer.refusal for layer in self.layers)
 
     def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        slots, rows = metadata.non_spec_state_indices_tensor, first_tokens(common_attn_metadata)
-        if slots is not None and rows.numel():
-            slots = slots[rows.to(slots.device)].long()
-            for layer in self.layers:
-                for pool in layer.kv_cache:
-                    pool.index_fill_(0, slots, 0)
+        metadata.seq_lens, metadata.first_tokens = common_attn_metadata.seq_lens, first_tokens(common_attn_metadata)
+        self._clear(metadata)
         return metadata
+
+    def update_block_table(self, metadata, blk_table, slot_mapping):
+        """The same batch seen from another group of layers: `blk_table` [N,MB] is its blocks."""
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        other, decodes = copy.copy(metadata), metadata.num_decodes
+        slots = mamba_get_block_table_tensor(blk_table, metadata.seq_lens, self.kv_cache_spec, mode)[:, 0]
+        if metadata.num_prefills:
+            other.prefill_state_indices = slots[decodes:]
+            if getattr(metadata, "checkpoint", None) is not None:  # from vLLM 0.32 on
+                other.checkpoint = metadata.checkpoint.regather_state_indices(blk_table)
+        elif self.use_full_cuda_graph and decodes <= self.decode_cudagraph_max_bs:
+            slots = staged(slots[:decodes], self.non_spec_state_indices_tensor[: len(slots)])
+        other.non_spec_state_indices_tensor = slots
+        self._clear(other)
+        return other
+
+    def _clear(self, metadata: GDNAttentionMetadata) -> None:
+        slots, rows = metadata.non_spec_state_indices_tensor, metadata.first_tokens
+        if slots is None or rows is None:
+            return
+        slots = slots[rows.to(slots.device)].long()
+        for layer in self.layers:
+            for pool in layer.kv_cache:
+                pool.index_fill_(0, slots, 0)
 
 
 class ShimBackend(GDNAttentionBackend):
@@ -47,12 +80,20 @@ class ShimBackend(GDNAttentionBackend):
         return ShimMetadataBuilder
 
 
-def first_tokens(common) -> Tensor:
-    """Of a batch, the rows whose only token is the first of its sequence. From what vLLM keeps on the host."""
+def first_tokens(common) -> Tensor | None:
+    """Of a batch, the rows whose only token is the first of its sequence, if any. From what vLLM keeps on the host."""
     lengths, prefilling = common.seq_lens_cpu_upper_bound, common.is_prefilling  # the latter is false in padding
-    if lengths is None or prefilling is None:
-        return torch.empty(0, dtype=torch.int64)
-    return ((common.query_start_loc_cpu.diff() == 1) & (lengths <= 1) & prefilling).nonzero().squeeze(1)
+    if lengths is None or prefilling is None or not prefilling.any():  # in most batches nobody prefills
+        return None
+    rows = ((common.query_start_loc_cpu.diff() == 1) & (lengths <= 1) & prefilling).nonzero().squeeze(1)
+    return rows if len(rows) else None
+
+
+def staged(slots: Tensor, memory: Tensor) -> Tensor:
+    """`slots` where a graph reads them, the null block behind."""
+    memory[: len(slots)].copy_(slots, non_blocking=True)
+    memory[len(slots) :].fill_(NULL_BLOCK_ID)
+    return memory
 
 
 class ShimGatedDeltaNet(DeltaRule, QwenGatedDeltaNetAttention):
