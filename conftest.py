@@ -1,7 +1,7 @@
 """The pytest plugin of the suite: options, workers, and the report that all workers' results end in.
 
-    pytest -n auto                                          everything, native on this CPU, level quick
-    pytest -n auto conformance/test_cases.py --op moe_sum --provider mylib --provider-file mylib.py
+pytest -n auto                                          everything, native on this CPU, level quick
+pytest -n auto conformance/test_cases.py --op moe_sum --provider mylib --provider-file mylib.py
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def pytest_configure(config):
     replay.run = replay.Run(Path(folder).absolute(), option.seed, files)
     config.stash[LOST] = False
     if getattr(option, "maxworkerrestart", "") is None:
-        option.maxworkerrestart = "200"  # a provider may well kill its process in every case
+        option.maxworkerrestart = "1000"  # a provider may well kill its process in many cases: see MOST_LOST
 
 
 # ---- workers: how many, on which GPU, and what becomes of those that die ---------------------------------------------
@@ -111,12 +111,27 @@ def pytest_runtest_call(item):
     if not _parameters(item):
         yield
         return
-    words = item.config.stash.get(LAST_WORDS, None)
+    words, process = item.config.stash.get(LAST_WORDS, None), os.getpid()
     if words:
         words.clear()
     level = item.config.stash[SELECTION].level
     with workers.time_limit(item.config.option.case_timeout or workers.SECONDS[level], file=words and words.file):
-        yield
+        outcome = yield
+    if os.getpid() != process:  # the provider has forked: one process goes on
+        os._exit(0)
+    if words and outcome.excinfo and outcome.excinfo[0] is KeyboardInterrupt:  # the user's own ends the controller
+        outcome.force_exception(RuntimeError("KeyboardInterrupt"))
+
+
+def pytest_runtest_setup(item):
+    """Of an op whose cases keep losing processes, the others are failures too, but are not run."""
+    words, parameters = item.config.stash.get(LAST_WORDS, None), _parameters(item)
+    if words and parameters and workers.has_lost_too_many(words.folder, parameters["case"].op):
+        selection, message = item.config.stash[SELECTION], "cases before it have lost too many processes, or much time"
+        result = Result.of(parameters["case"], selection.provider, parameters["device"], selection.seed)
+        result.failed("not_run", message)
+        item.stash[RESULT] = asdict(result)
+        pytest.fail(str(result), pytrace=False)
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -141,6 +156,7 @@ def pytest_handlecrashitem(crashitem, report):
     report.longrepr = f"{report.longrepr}: {fate[1]}"
     for device, case in selection.cases():
         if crashitem.endswith(f"::test_case[{device}-{case.id}]"):
+            workers.lose(config.stash[WORDS], case.op, fate[0])
             result = Result.of(case, selection.provider, device, selection.seed).failed(*fate)
             report.conformance = asdict(_kept(result, case))
             report.longrepr = str(result)
@@ -175,7 +191,8 @@ def record(request):
     def take(result):
         item = request.node
         if result.reason == "raised" and is_sticky(Exception(result.message)):
-            result.reason, item.config.stash[LOST] = "poisoned_device", True
+            result.reason = "poisoned_device"
+            _lost(item, result.op, result.reason)
         if result.status == "fail":
             _kept(result, _parameters(item)["case"])
         item.stash[RESULT] = asdict(result)
@@ -223,9 +240,16 @@ def _broken_off(item, error: BaseException, device: str, case) -> Result:
     selection = item.config.stash[SELECTION]
     reason = "timeout" if isinstance(error, workers.TimeLimit) else "broken_case"
     reason = "poisoned_device" if is_sticky(error) else reason
-    item.config.stash[LOST] = reason != "broken_case"
+    if reason != "broken_case":
+        _lost(item, case.op, reason)
     result = Result.of(case, selection.provider, device, selection.seed)
     return _kept(result.failed(reason, told(error)), case)
+
+
+def _lost(item, op: str, reason: str) -> None:
+    item.config.stash[LOST] = True
+    if LAST_WORDS in item.config.stash:
+        workers.lose(item.config.stash[LAST_WORDS].folder, op, reason)
 
 
 class Collector:

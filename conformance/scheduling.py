@@ -29,8 +29,12 @@ class Scheduling(LoadScopeScheduling):
 
     def _reschedule(self, node):
         """A worker that has just replaced another gets work once it has collected the tests. A worker holds its last
-        test back until it hears what follows, so one that took the last work there is has to hear that nothing does."""
-        if node in self.registered_collections:
-            super()._reschedule(node)
-            if not self.workqueue:
-                super()._reschedule(node)
+        test back until it hears what follows, so when the last work there is has been taken, all have to hear that
+        nothing does."""
+        if node not in self.registered_collections:
+            return
+        super()._reschedule(node)
+        if not self.workqueue:
+            for other in self.nodes:
+                if other in self.registered_collections:
+                    super()._reschedule(other)

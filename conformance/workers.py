@@ -6,6 +6,7 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ import torch
 MEMORY = 8 * 2**30  # bytes of a GPU that one worker may need: its context, the cases' tensors, the exact answers
 SECONDS = {"quick": 120.0, "standard": 300.0, "exhaustive": 600.0}  # a case's time limit, by level
 GRACE = 5.0  # seconds from the error that a case is to end by to the end of its process
+MOST_LOST = 20  # of an op's cases, those that cost a process; one that runs to its time limit counts as TIMEOUT of them
+TIMEOUT = 5
 
 
 def cores() -> int:
@@ -63,7 +66,8 @@ def time_limit(seconds: float, grace: float = GRACE, file=None) -> Iterator[None
     def late(*_):
         raise TimeLimit(f"still running after {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    global _seconds
+    _seconds, before = seconds, signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     faulthandler.dump_traceback_later(seconds + grace, exit=True, file=file or sys.__stderr__)
     try:
@@ -72,18 +76,44 @@ def time_limit(seconds: float, grace: float = GRACE, file=None) -> Iterator[None
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        _seconds = None
+
+
+_seconds: float | None = None  # of the time limit that stands
+
+
+def _limit_child() -> None:
+    """A process that a case forks has no timer of its own, and may well hang: threads it may wait for are not there."""
+    if _seconds:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, _seconds)
+
+
+os.register_at_fork(after_in_child=_limit_child)
 
 
 class LastWords:
     """A worker's file for what faulthandler has to say when the process dies: of a crash or of a time limit."""
 
     def __init__(self, folder: Path, worker: str):
+        self.folder = folder
         self.file = (folder / worker).open("w")
         faulthandler.enable(self.file)
 
     def clear(self) -> None:
         os.ftruncate(self.file.fileno(), 0)
         os.lseek(self.file.fileno(), 0, os.SEEK_SET)
+
+
+def lose(folder: Path, op: str, reason: str) -> None:
+    """Notes that a case of the op has cost a process, where all workers see it."""
+    for _ in range(TIMEOUT if reason == "timeout" else 1):
+        tempfile.mkstemp(prefix=f"lost-{op}-", dir=folder)
+
+
+def has_lost_too_many(folder: Path, op: str) -> bool:
+    """Whether the op's other cases are not worth the time: a new process for each, or each one's time limit."""
+    return len(list(folder.glob(f"lost-{op}-*"))) >= MOST_LOST
 
 
 def fate(folder: Path, worker: str) -> tuple[str, str]:

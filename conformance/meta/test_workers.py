@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -80,21 +81,30 @@ def moe_sum(y, topk_ids=None):
                 pass
         if width == 17:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        if width == 31:
+            os.fork()
+        if width == 33:
+            raise KeyboardInterrupt
     return shim.get("moe_sum").reference(y, topk_ids)
 """
-FATES = {1: "timeout", 3: "crashed", 7: "crashed", 15: "timeout", 17: "poisoned_device", 31: "", 33: "", 257: ""}
+FATES = {1: "timeout", 3: "crashed", 7: "crashed", 15: "timeout", 17: "poisoned_device", 31: "", 257: ""}
+FATES[33] = "broken_case"
+
+
+def _run(given, few):
+    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", *given, *few]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.fixture(scope="module")
 def bad_run(tmp_path_factory):
-    """One run on two workers in which five cases end badly: (its results by the width of the case, its output)."""
+    """One run on two workers in which six cases end badly: (its results by the width of the case, its output)."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "mine.py").write_text(PROVIDER)
     given = [f"--provider-file={folder / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={folder}"]
     few = ["-k", "odd_n and f32", "--case-timeout=4", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", *given, *few]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = _run(given, few)
     report = json.loads((folder / "moe_sum.mine.cpu.json").read_text())
     return {case["sizes"]["N"]: case for case in report["cases"]}, done.stdout
 
@@ -103,7 +113,7 @@ def test_every_culprit_is_named_and_the_rest_are_run(bad_run):
     cases, output = bad_run
     assert {width: case["reason"] for width, case in cases.items()} == FATES, output
     assert {case["status"] for width, case in cases.items() if not FATES[width]} == {"pass"}
-    assert "5 failed, 3 passed" in output
+    assert "6 failed, 2 passed" in output
 
 
 def test_a_process_that_died_leaves_its_last_words(bad_run):
@@ -124,6 +134,30 @@ def test_every_failure_has_a_replay_file(bad_run):
             assert json.loads(Path(case["replay"]).read_text())["case"] == case["case"]
 
 
+IDLE = """
+import time
+
+import shim
+import ops_reference
+
+@shim.implementation("moe_sum", provider="mine")
+def moe_sum(y, topk_ids=None):
+    time.sleep(1000)
+"""
+
+
+def test_a_provider_that_never_ends_is_given_up(tmp_path):
+    (tmp_path / "mine.py").write_text(IDLE)
+    given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={tmp_path}"]
+    few = ["-k", "f32", "--case-timeout=0.5", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    _run(given, few)
+    cases = json.loads((tmp_path / "moe_sum.mine.cpu.json").read_text())["cases"]
+    reasons = Counter(case["reason"] for case in cases)
+    assert {case["status"] for case in cases if not case["kind"].startswith("bad")} == {"fail"}
+    assert workers.MOST_LOST // workers.TIMEOUT <= reasons["timeout"] <= workers.MOST_LOST // workers.TIMEOUT + 1
+    assert reasons["not_run"] > 20
+
+
 LOST = """
 import torch
 import shim
@@ -142,9 +176,7 @@ def test_a_case_that_loses_the_gpu_fails_alone(tmp_path):
     (tmp_path / "mine.py").write_text(LOST)
     given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={tmp_path}"]
     few = ["-k", "odd_n and f32", "--device=cuda", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", *given, *few]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    _run(given, few)
     cases = json.loads((tmp_path / "moe_sum.mine.cuda.json").read_text())["cases"]
     assert [case["sizes"]["N"] for case in cases if case["status"] == "fail"] == [17]
     assert next(case["reason"] for case in cases if case["status"] == "fail") == "poisoned_device"

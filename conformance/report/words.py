@@ -41,6 +41,7 @@ REASONS = {
     "timeout": "the case did not end within its time limit",
     "crashed": "the process died",
     "poisoned_device": "the device was lost to the process",
+    "not_run": "too many cases of the op had lost their process, or run to their time limit, before",
     "broken_case": "the case itself broke",
     "refused": "the provider declares that such a call is not for it",
     "not_offered": "the provider has nothing for this op here",
