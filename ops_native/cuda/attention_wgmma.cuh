@@ -1,68 +1,11 @@
-// Attention's PTX for sm_90a: barriers in shared memory that copies and warps arrive at, and wgmma, a product by four
-// warps together (a warpgroup) that takes its operands from shared memory.
-//
-// Operands are tiles of panels (chunk_at in attention.cuh), which wgmma knows as 128-byte swizzle. Accumulators and
-// operands in registers have the layouts of mma.sync, each warp for its 16 of 64 rows.
+// Attention's wgmma, on operands that are tiles of panels (chunk_at in attention.cuh), which it knows as 128-byte
+// swizzle: K-major queries and keys, 16 dimensions at a time, and MN-major values, 16 rows at a time.
+// Accumulators and operands in registers have the layouts of mma.sync, each warp for its 16 of 64 rows.
 #pragma once
 #include "attention.cuh"
+#include "hopper.cuh"
 
 namespace {
-
-constexpr int kWarpgroup = 4 * kWarp;
-
-__device__ __forceinline__ void init_barrier(uint32_t barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void arrive(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-// Arrives once all copies that this thread has started are there.
-__device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-// Waits for the end of the phase of that parity; that of the phase before the first, 1, has ended.
-__device__ __forceinline__ void wait_barrier(uint32_t barrier, uint32_t parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}"
-      ::"r"(barrier), "r"(parity)
-      : "memory");
-}
-// Of the threads of one warpgroup
-__device__ __forceinline__ void sync_warpgroup(int id) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kWarpgroup) : "memory");
-}
-// wgmma sees what other instructions, copies too, wrote to shared memory before.
-__device__ __forceinline__ void fence_shared_for_wgmma() {
-  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-template <int kRegisters> __device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters> __device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-
-// A tile that starts at `address`: rows of K-major operands (queries, keys), of which wgmma takes 16 dimensions; with
-// `next_panel` the inner index of an MN-major one (values), of which it takes 16 rows. Groups of 8 rows are 1024 bytes
-// apart. An address that is further by n bytes is a descriptor greater by n / 16.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, int next_panel = 16) {
-  return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | uint64_t(next_panel / 16) << 16 | address / 16;
-}
-
-__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void wait_wgmma() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// No use of these registers moves across.
-template <int N> __device__ __forceinline__ void pin(float (&registers)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(registers[i])::"memory");
-}
 
 #define OPSHIM_REGS_32 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \

@@ -158,6 +158,7 @@ enum class Way { kPlain, kFewSlots, kStream8, kStream16, kTile, kHopper };
 struct Plan {
   Way way;
   int width;
+  CUtensorMap w13, w2;  // of kHopper
 };
 
 template <class T> Plan plan_for(const Moe& m) {
@@ -169,8 +170,10 @@ template <class T> Plan plan_for(const Moe& m) {
   if (m.slots() <= min(m.experts, int64_t(32))) return {Way::kFewSlots, 1};
   if (average <= 4 && float_results(m)) return {Way::kStream8, 8};
   if (average <= 8 && float_results(m)) return {Way::kStream16, 16};
-  if (!hopper_takes<true>(first_product<T>(m, nullptr))) return {Way::kTile, kTileTokens};
-  return {Way::kHopper, average <= 32 ? 64 : 128};
+  Plan plan = {Way::kHopper, average <= 32 ? 64 : 128};
+  const Gemm first = first_product<T>(m, nullptr), second = second_product(m, first, nullptr, nullptr, nullptr);
+  if (hopper_takes<true>(first, plan.w13) && hopper_takes<false>(second, plan.w2)) return plan;
+  return {Way::kTile, kTileTokens};
 }
 
 // One product in the plan's way, of rows of type X with weights of type T.
@@ -179,11 +182,14 @@ int launch_product(const Plan& plan, const Gemm& g, int64_t tiles, void* stream)
   if constexpr (kPlain) {
     return launch_plain<X, T, Out, kPairs>(g, tiles, stream);
   } else {
-    if (plan.way == Way::kHopper) return launch_hopper<T, Out, kPairs>(g, plan.width, tiles, stream);
+    if (plan.way == Way::kHopper)
+      return launch_hopper<T, Out, kPairs>(g, kPairs ? plan.w13 : plan.w2, plan.width, tiles, stream);
     if (plan.way == Way::kTile) return launch_tile<T, Out, kPairs>(g, tiles, stream);
+    if constexpr (kPairs)
+      if (plan.way == Way::kFewSlots) return launch_stream<T, Out, 2, 1, kPairs, Source::kSlots>(g, tiles, stream);
     if constexpr (kPairs || sizeof(Out) == 4)
-      return plan.way == Way::kStream16 ? launch_stream<T, Out, 2, 2, kPairs>(g, tiles, stream)
-                                        : launch_stream<T, Out, 2, 1, kPairs>(g, tiles, stream);
+      return plan.way == Way::kStream16 ? launch_stream<T, Out, 2, 2, kPairs, Source::kTable>(g, tiles, stream)
+                                        : launch_stream<T, Out, 2, 1, kPairs, Source::kTable>(g, tiles, stream);
     return kBadArgument;
   }
 }
@@ -227,6 +233,7 @@ int fused(const Moe& m, const Plan& plan, Scratch scratch) {
     if (few) return launch_combine<T>(m, narrowed, weights);
   Gemm second = second_product(m, first, narrowed, y, weights);
   second.counter = &totals->counters[1];
+  second.early = true;
   OPSHIM_TRY((launch_product<kPlain, X, T, Y, false>(plan, second, tiles, m.stream)));
   return launch_sum<T, Y>(m, y);
 }

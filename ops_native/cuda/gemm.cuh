@@ -53,6 +53,7 @@ struct Gemm {
   int32_t expert_count, map_size, block_size;
   Source source;
   bool by_slot_in, by_slot_out;       // rows of x, rows of out: numbered by slot (in: / top_k), or else by position
+  bool early;                         // only `x` and `scale` are of the kernel before this one
   bool up_first;                      // gemm_boxes.cuh: gate and up have changed places
 };
 
@@ -99,17 +100,20 @@ struct Work {
 };
 constexpr int kNeighbours = 8;
 
-__device__ __forceinline__ Work work_at(const Gemm& g, int item, int tiles, int blocks, int width) {
+// tile: the (item / blocks)-th of the table, if there is one.
+__device__ __forceinline__ Work work_at(const Gemm& g, int item, const Tile& tile, int tiles, int blocks, int width) {
   const int index = item / blocks;
   int lead = index - index % kNeighbours, siblings = min(tiles - lead, kNeighbours);
   if (g.source == Source::kTable) {
-    const Tile tile = g.tiles[index];
     if (tile.siblings == 1) return {tile, item - index * blocks};
     lead = tile.lead;
     siblings = tile.siblings;
   }
   const int local = item - lead * blocks;
   return {tile_at(g, lead + local % siblings, width), local / siblings};
+}
+__device__ __forceinline__ Work work_at(const Gemm& g, int item, int tiles, int blocks, int width) {
+  return work_at(g, item, g.source == Source::kTable ? g.tiles[item / blocks] : Tile{}, tiles, blocks, width);
 }
 
 // The slot at a tile's position, -1 for filling.
@@ -137,6 +141,9 @@ template <class T, bool kPairs> __device__ __forceinline__ const T* row_of_w(con
 template <bool kPairs> __host__ __device__ int64_t rows_in_all(const Gemm& g) {
   return kPairs ? ceil_div<int64_t>(g.n, 8) * 16 : g.n;
 }
+template <bool kPairs> __device__ __forceinline__ int row_blocks(const Gemm& g, int rows) {  // of 32 bits: quicker
+  return int(ceil_div(unsigned(rows_in_all<kPairs>(g)), unsigned(rows)));
+}
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
@@ -152,10 +159,18 @@ __device__ __forceinline__ float exact_pair(float gate, float up, float scale) {
 }
 
 // Where in out the result of a tile's i-th token goes (-1: nowhere), and its scale.
-__device__ __forceinline__ void note_token(const Gemm& g, const Tile& tile, int i, int64_t* places, float* scales) {
+struct Note {
+  int64_t place;
+  float scale;
+};
+__device__ __forceinline__ Note note_of(const Gemm& g, const Tile& tile, int i) {
   const int slot = tile.expert < 0 ? -1 : slot_at(g, tile, i);
-  places[i] = slot < 0 ? -1 : g.by_slot_out ? slot : tile.first + i;
-  scales[i] = slot >= 0 && g.scale ? g.scale[slot] : 1.0f;
+  return {slot < 0 ? -1 : g.by_slot_out ? slot : tile.first + i, slot >= 0 && g.scale ? g.scale[slot] : 1.0f};
+}
+__device__ __forceinline__ void note_token(const Gemm& g, const Tile& tile, int i, int64_t* places, float* scales) {
+  const Note note = note_of(g, tile, i);
+  places[i] = note.place;
+  scales[i] = note.scale;
 }
 
 // Stores a block's sums [token][row of the tile], which lie in shared memory, eight columns of out per thread and turn.

@@ -17,7 +17,7 @@ template <class X, class T, class Out, bool kPairs> __global__ void __launch_bou
   const int row = threadIdx.x % 16 / 4 * 16 + threadIdx.x % 4 * 2, token = threadIdx.x / 16;
 
   start_early();
-  const int tiles = count_tiles(g, kPlainTokens), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), kPlainRows));
+  const int tiles = count_tiles(g, kPlainTokens), blocks = row_blocks<kPairs>(g, kPlainRows);
   for (int item = blockIdx.x; item < tiles * blocks; item += gridDim.x) {
     const Work work = work_at(g, item, tiles, blocks, kPlainTokens);
     const Tile& tile = work.tile;

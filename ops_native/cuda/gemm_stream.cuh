@@ -67,10 +67,12 @@ template <class T, int kM, int kN> class Ring {
 };
 
 // row_warps warps beside each other have 16 kM rows each; the block's other warps share k with them.
-template <class T, class Out, int kM, int kN, bool kPairs>
-__global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Gemm g, const int row_warps) {
+template <class T, class Out, int kM, int kN, bool kPairs, Source kSource>
+__global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Gemm given, const int row_warps) {
   using Stages = Ring<T, kM, kN>;
   constexpr int kTokens = 8 * kN, kRows = 16 * kM, kAhead = Stages::kStages - 1;
+  Gemm g = given;
+  g.source = kSource;  // which the compiler knows: a short way to the first copy is worth much where there are few
   extern __shared__ float4 shared_memory[];
   __shared__ float scales[2][kTokens];
   __shared__ int64_t places[2][kTokens];  // rows of out, -1: none
@@ -79,39 +81,66 @@ __global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Ge
   const int k_warps = warps / row_warps, row_warp = warp % row_warps, k_warp = warp / row_warps;
   const int block_rows = row_warps * kRows, block_columns = kPairs ? block_rows / 2 : block_rows;
   const int pitch = block_rows + 4;  // 2 * pitch = 8 modulo 32 banks: a warp's sums go to banks of their own
-  const int steps = ceil_div(ceil_div(g.k, Stages::kStageK), k_warps);
+  const int steps = max(kAhead, ceil_div(ceil_div(g.k, Stages::kStageK), k_warps));
   const Stages ring((char*)shared_memory);
   float* const all_sums = (float*)((char*)shared_memory + warps * Stages::kBytes);
+  const int blocks = row_blocks<kPairs>(g, block_rows);
 
-  start_early();
-  const int tiles = count_tiles(g, kTokens), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), block_rows));
-  const int items = tiles * blocks;
+  const bool early = kSource == Source::kTable && g.early;
+  if (!early) start_early();
+  Tile after = {};  // of the item after `next`: of the first one, loaded before it is known whether there is one
+  if (kSource == Source::kTable) after = g.tiles[blockIdx.x / blocks];
+  const int tiles = count_tiles(g, kTokens), items = tiles * blocks;
+
+  // When memory is busy a load takes microseconds. So an item's tile is loaded two items before it is needed and its
+  // slots one before, and neither is looked at until the next item's turn. That is done behind the copies of the step
+  // kLookStep: the first one, or where there is next to nothing to load, the last one that is copied ahead.
+  constexpr int kLookStep = kSource == Source::kTable || kSource == Source::kBlocks ? 0 : kAhead - 1;
+  Work next = {{-1}};
+  int slots[2 * kN] = {};  // of this lane: two of every 8
+  const auto look_ahead = [&](int item) {
+    if (item >= items) return;
+    next = work_at(g, item, after, tiles, blocks, kTokens);
+#pragma unroll
+    for (int i = 0; i < 2 * kN; ++i) {
+      const int token = lane / 8 + 4 * i, position = next.tile.first + token;
+      slots[i] = next.tile.expert < 0 || token >= next.tile.count ? -1 : g.slots ? g.slots[position] : position;
+    }
+    const int later = item + int(gridDim.x);
+    if (kSource == Source::kTable && later < items) after = g.tiles[later / blocks];
+  };
 
   // What is being copied, kAhead steps before it is multiplied. This lane's rows: `weights` (the first 8 of 16 for
-  // pairs: the gate) and `ups` (the other 8), from column n on, and two tokens of every 8.
+  // pairs: the gate) and `ups` (the other 8), from column n on, and the slots' tokens.
   int ahead_item = blockIdx.x, ahead_step = 0, ahead_stage = 0, n = 0;
   const T *weights = nullptr, *ups = nullptr, *tokens[2 * kN] = {};
-  const auto weight_row = [&](int i) {
-    const int on = kPairs ? i / 4 * 8 + i % 2 * 4 : 4 * i;
-    const T* const from = kPairs && i % 4 >= 2 ? ups : weights;
-    return n + on < g.n ? from + on * g.row_stride : nullptr;
-  };
-  const auto token_row = [&](int i) { return tokens[i]; };
-  const auto copy_next = [&] {
-    if (ahead_item < items) {
-      if (ahead_step == 0) {
-        const Work work = work_at(g, ahead_item, tiles, blocks, kTokens);
-        const int64_t row = int64_t(work.block) * block_rows + row_warp * kRows;
-        n = work.tile.expert < 0 ? g.n : int(kPairs ? row / 2 : row) + lane / 8;
-        weights = (const T*)g.w + work.tile.expert * g.w_stride + n * g.row_stride;
-        ups = (const T*)g.up + work.tile.expert * g.up_stride + n * g.row_stride;
+  const auto begin_item = [&] {
+    const int64_t row = int64_t(next.block) * block_rows + row_warp * kRows;
+    n = next.tile.expert < 0 ? g.n : int(kPairs ? row / 2 : row) + lane / 8;
+    weights = (const T*)g.w + next.tile.expert * g.w_stride + n * g.row_stride;
+    ups = (const T*)g.up + next.tile.expert * g.up_stride + n * g.row_stride;
 #pragma unroll
-        for (int i = 0; i < 2 * kN; ++i)
-          tokens[i] = work.tile.expert < 0 ? nullptr : row_of_x<T>(g, work.tile, lane / 8 + 4 * i);
+    for (int i = 0; i < 2 * kN; ++i) {
+      const int from = g.by_slot_in ? slots[i] / g.top_k : next.tile.first + lane / 8 + 4 * i;
+      tokens[i] = slots[i] < 0 || slots[i] >= g.slot_count ? nullptr : (const T*)g.x + from * g.x_stride;
+    }
+  };
+  const auto lane_k = [&](int step) { return (step * k_warps + k_warp) * Stages::kStageK + lane % 8 * 8; };  // in turns
+  const auto copy_weights = [&](int stage, int step) {
+    ring.copy_weights(stage, lane_k(step), g.k, [&](int i) {
+      const int on = kPairs ? i / 4 * 8 + i % 2 * 4 : 4 * i;
+      const T* const from = kPairs && i % 4 >= 2 ? ups : weights;
+      return n + on < g.n ? from + on * g.row_stride : nullptr;
+    });
+  };
+  const auto copy_next = [&](bool with_weights) {
+    if (ahead_item < items) {
+      if (with_weights) {
+        if (ahead_step == 0) begin_item();
+        copy_weights(ahead_stage, ahead_step);
       }
-      const int k = (ahead_step * k_warps + k_warp) * Stages::kStageK + lane % 8 * 8;  // warps in turns
-      ring.copy_weights(ahead_stage, k, g.k, weight_row);
-      ring.copy_tokens(ahead_stage, k, g.k, token_row);
+      ring.copy_tokens(ahead_stage, lane_k(ahead_step), g.k, [&](int i) { return tokens[i]; });
+      if (ahead_step == kLookStep) look_ahead(ahead_item + int(gridDim.x));
       ahead_stage = (ahead_stage + 1) % Stages::kStages;
       if (++ahead_step == steps) {
         ahead_step = 0;
@@ -120,22 +149,37 @@ __global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Ge
     }
     commit_copies();
   };
-  for (int i = 0; i < kAhead; ++i) copy_next();
+  look_ahead(ahead_item);
+  if (early) {  // the first weights need not wait for the kernel before
+    if (ahead_item < items) {
+      begin_item();
+#pragma unroll 1
+      for (int i = 0; i < kAhead; ++i) copy_weights(i, i);
+    }
+    start_early();
+  }
+#pragma unroll 1
+  for (int i = 0; i < kAhead; ++i) copy_next(!early);
 
   int stage = 0, turn = 0;  // turn: which half of the sums' memory; with two, one barrier per item is enough
   for (int item = blockIdx.x; item < items; item += gridDim.x, turn ^= 1) {
     const Work work = work_at(g, item, tiles, blocks, kTokens);
     const Tile& tile = work.tile;
-    if (threadIdx.x < kTokens) note_token(g, tile, threadIdx.x, places[turn], scales[turn]);
+    Note note = {};
+    if (threadIdx.x < kTokens) note = note_of(g, tile, threadIdx.x);
     float sum[kM][kN][4] = {};
     for (int step = 0; step < steps; ++step) {
       wait_copies<kAhead - 1>();
       __syncwarp();  // for the copies of the other lanes, and their reading of the stage that is copied to next
-      copy_next();
+      copy_next(true);
       ring.multiply(stage, sum);
       stage = (stage + 1) % Stages::kStages;
     }
 
+    if (threadIdx.x < kTokens) {
+      places[turn][threadIdx.x] = note.place;
+      scales[turn][threadIdx.x] = note.scale;
+    }
     float* sums = all_sums + turn * k_warps * kTokens * pitch;  // [k_warps][kTokens][pitch]
     float* mine = sums + (k_warp * kTokens + lane % 4 * 2) * pitch + row_warp * kRows + lane / 4;
 #pragma unroll
@@ -161,9 +205,10 @@ __global__ void __launch_bounds__(kM == 1 ? 512 : 256, 1) stream_kernel(const Ge
   }
 }
 
-// most_tiles: how many there are at most, which the host knows without reading the device. Warps split k as long as
-// each has 256 of it; with 16 rows per warp, blocks are of 16 warps where there is not one for each multiprocessor.
-template <class T, class Out, int kM, int kN, bool kPairs>
+// kSource: the problem's. most_tiles: how many there are at most, which the host knows without reading the device.
+// Warps split k as long as each has 256 of it; with 16 rows per warp, blocks are of 16 warps where there is not one for
+// each multiprocessor.
+template <class T, class Out, int kM, int kN, bool kPairs, Source kSource>
 int launch_stream(const Gemm& g, int64_t most_tiles, void* stream) {
   const int64_t rows = rows_in_all<kPairs>(g);
   int warps = kM == 1 && most_tiles * ceil_div<int64_t>(rows, 16) <= sm_count() ? 16 : 8, row_warps = 1;
@@ -173,9 +218,9 @@ int launch_stream(const Gemm& g, int64_t most_tiles, void* stream) {
   while (warps > 1 && shared() + 1024 > shared_memory_limit()) warps /= 2;
   while (row_warps < warps && warps / row_warps * 256 > g.k) row_warps *= 2;
   const int64_t items = most_tiles * ceil_div<int64_t>(rows, row_warps * 16 * kM);
-  if (items > INT32_MAX) return kBadArgument;
+  if (items > INT32_MAX / 2) return kBadArgument;
   const int64_t blocks = int64_t(sm_count()) * max(1, shared_memory_limit() / (shared() + 2048));
-  return launch_early(stream_kernel<T, Out, kM, kN, kPairs>, dim3(unsigned(min(items, blocks))),
+  return launch_early(stream_kernel<T, Out, kM, kN, kPairs, kSource>, dim3(unsigned(min(items, blocks))),
                       dim3(warps * kWarp), shared(), stream, g, row_warps);
 }
 

@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(256, 2) tile_kernel(const Gemm g, const bool w
   const int steps = ceil_div(g.k, kTileK);
 
   start_early();
-  const int tiles = count_tiles(g, kTileTokens), blocks = int(ceil_div<int64_t>(rows_in_all<kPairs>(g), kTileRows));
+  const int tiles = count_tiles(g, kTileTokens), blocks = row_blocks<kPairs>(g, kTileRows);
   for (int item = blockIdx.x; item < tiles * blocks; item += gridDim.x) {
     const Work work = work_at(g, item, tiles, blocks, kTileTokens);
     const Tile& tile = work.tile;

@@ -1,71 +1,18 @@
-// sm_90a's PTX: barriers in shared memory, and wgmma on operands there whose rows of 64 values are 128 bytes, swizzled.
+// The matrix products' wgmma, on operands in shared memory whose rows of 64 values are 128 bytes, swizzled.
 //
 // wgmma's C [64,N], for thread t of the warp group, l = t % 32, r = l / 4 and c = 2 (l % 4): sum[4 j ... 4 j + 3] are
 // rows 16 (t / 32) + r (twice) and + 8 (twice), columns 8 j + c and 8 j + c + 1: m16n8k16's layout, warp below warp.
 #pragma once
-#include "gemm_mma.cuh"
+#include "hopper.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 namespace {
-
-__device__ __forceinline__ void init_barrier(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
-}
-__device__ __forceinline__ void arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Arrives once all of this thread's copies so far have.
-__device__ __forceinline__ void arrive_after_copies(uint64_t* barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-// Waits for the end of the phase of that parity.
-__device__ __forceinline__ void wait_for(uint64_t* barrier, int parity) {
-  uint32_t done;
-  do {
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(shared_address(barrier)), "r"(parity)
-        : "memory");
-  } while (!done);
-}
-// A barrier of some of the block's warps; 0 is __syncthreads().
-template <int kThreads> __device__ __forceinline__ void meet(int barrier) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(kThreads) : "memory");
-}
-
-template <int kCount> __device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
-}
-template <int kCount> __device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
-}
 
 // Four matrices of 8 x 8, transposed: lane l names row l % 8 of matrix l / 8 as it will lie in shared memory.
 __device__ __forceinline__ void store_transposed(uint32_t row, const uint32_t (&from)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(row), "r"(from[0]),
                "r"(from[1]), "r"(from[2]), "r"(from[3])
                : "memory");
-}
-
-// What ordinary accesses and copies have put into shared memory, wgmma sees from here on.
-__device__ __forceinline__ void show_to_wgmma() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending> __device__ __forceinline__ void wait_wgmma() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Of an operand whose groups of eight rows are 1,024 bytes apart; address: of its first row, plus 32 bytes for each 16
-// of k.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address) {
-  return uint64_t(address >> 4 & 0x3fff) | uint64_t(1) << 16 | uint64_t(1024 >> 4) << 32 | uint64_t(1) << 62;
-}
-
-// Of what wgmma adds up: neither its clearing nor its use moves across this.
-template <int kCount> __device__ __forceinline__ void hold(float (&sum)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(sum[i])::"memory");
 }
 
 // sum [64,N] += a [64,16] b [N,16]^T, for N / 2 sums per thread
@@ -75,6 +22,7 @@ template <int kCount> __device__ __forceinline__ void hold(float (&sum)[kCount])
 #define OPSHIM_NAMES_0 \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
   "%30,%31"
+#define OPSHIM_NAMES_HALF ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define OPSHIM_NAMES_1 \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
   "%59,%60,%61,%62,%63"
@@ -88,6 +36,10 @@ template <int kCount> __device__ __forceinline__ void hold(float (&sum)[kCount])
     __device__ static __forceinline__ void run(float (&sum)[32], uint64_t a, uint64_t b) { \
       OPSHIM_WGMMA("64", type, OPSHIM_NAMES_0, "32", "33", OPSHIM_32(0)); \
     } \
+    __device__ static __forceinline__ void run(float (&sum)[48], uint64_t a, uint64_t b) { \
+      OPSHIM_WGMMA("96", type, OPSHIM_NAMES_0 OPSHIM_NAMES_HALF, "48", "49", OPSHIM_32(0), OPSHIM_8(32), \
+                   OPSHIM_8(40)); \
+    } \
     __device__ static __forceinline__ void run(float (&sum)[64], uint64_t a, uint64_t b) { \
       OPSHIM_WGMMA("128", type, OPSHIM_NAMES_0 OPSHIM_NAMES_1, "64", "65", OPSHIM_32(0), OPSHIM_32(32)); \
     } \
@@ -98,6 +50,7 @@ OPSHIM_WGMMA_OF(bf16, "bf16");
 #undef OPSHIM_WGMMA_OF
 #undef OPSHIM_WGMMA
 #undef OPSHIM_NAMES_1
+#undef OPSHIM_NAMES_HALF
 #undef OPSHIM_NAMES_0
 #undef OPSHIM_32
 #undef OPSHIM_8

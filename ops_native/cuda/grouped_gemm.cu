@@ -43,11 +43,12 @@ template <class T> int grouped(const Gemm& g, int64_t blocks, bool wide, void* s
   const auto tiles = [&](int width) { return blocks * ceil_div(g.block_size, width); };
   if constexpr (sizeof(T) == 2)
     if (wide) {
-      if (g.block_size <= 8) return launch_stream<T, T, 2, 1, false>(g, tiles(8), stream);
-      if (g.block_size <= 16) return launch_stream<T, T, 2, 2, false>(g, tiles(16), stream);
-      if (!hopper_takes<false>(g)) return launch_tile<T, T, false>(g, tiles(kTileTokens), stream);
+      if (g.block_size <= 8) return launch_stream<T, T, 2, 1, false, Source::kBlocks>(g, tiles(8), stream);
+      if (g.block_size <= 16) return launch_stream<T, T, 2, 2, false, Source::kBlocks>(g, tiles(16), stream);
+      CUtensorMap boxes;
+      if (!hopper_takes<false>(g, boxes)) return launch_tile<T, T, false>(g, tiles(kTileTokens), stream);
       const int width = g.block_size <= 64 ? 64 : 128;
-      return launch_hopper<T, T, false>(g, width, tiles(width), stream);
+      return launch_hopper<T, T, false>(g, boxes, width, tiles(width), stream);
     }
   return launch_plain<T, T, T, false>(g, tiles(kPlainTokens), stream);
 }
@@ -88,8 +89,8 @@ extern "C" int OPSHIM(grouped_gemm)(
   return by_dtype(dtype, [&](auto t) {
     using T = decltype(t);
     const int status =
-        launch_early(zero_kernel<T>, dim3(unsigned(ceil_div<int64_t>(slots, kZeroThreads))), dim3(kZeroThreads), 0, stream,
-               sorted, experts, padded, (T*)y, slots, capacity, block_size, expert_count, rows);
+        launch_early(zero_kernel<T>, dim3(unsigned(ceil_div<int64_t>(slots, kZeroThreads))), dim3(kZeroThreads), 0,
+                     stream, sorted, experts, padded, (T*)y, slots, capacity, block_size, expert_count, rows);
     if (status != kOk || capacity == 0) return status;
     const bool wide = inner > 0 && aligned(16, sizeof(T), x, x_stride, inner) && aligned(16, sizeof(T), w, w_stride);
     return grouped<T>(g, ceil_div<int64_t>(capacity, block_size), wide, stream);

@@ -12,8 +12,8 @@
 namespace {
 
 int few_rows(const Gemm& g, void* stream) {
-  if (ceil_div(g.n, 32) < 2 * sm_count()) return launch_stream<f16, f16, 1, 1, false>(g, 1, stream);
-  return launch_stream<f16, f16, 2, 1, false>(g, 1, stream);
+  if (ceil_div(g.n, 32) < 2 * sm_count()) return launch_stream<f16, f16, 1, 1, false, Source::kRows>(g, 1, stream);
+  return launch_stream<f16, f16, 2, 1, false, Source::kRows>(g, 1, stream);
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ extern "C" int OPSHIM(matmul_fp16)(
       CublasLt::get().multiply(a, b, bias, y, rows, features, inner, a_stride, b_stride, workspace,
                                size_t(workspace_size), cudaStream_t(stream)))
     return kOk;
-  if (hopper_takes<false>(g))
-    return launch_hopper<f16, f16, false>(g, 128, ceil_div<int64_t>(rows, 128), stream);
+  if (CUtensorMap boxes; hopper_takes<false>(g, boxes))
+    return launch_hopper<f16, f16, false>(g, boxes, 128, ceil_div<int64_t>(rows, 128), stream);
   return launch_tile<f16, f16, false>(g, ceil_div<int64_t>(rows, kTileTokens), stream);
 }

@@ -7,10 +7,10 @@ namespace {
 
 // ---- grouping -------------------------------------------------------------------------------------------------------
 
-// Sorts slots by expert, stably, and cuts each expert's slots into tiles of at most `width`. Each block takes a chunk of
-// consecutive slots, and each of its warps a run of these; counts [warps][experts] first holds how many of each expert
-// the warp has, then where they go. Of several chunks, count_kernel counts first what each has: of_chunks
-// [chunks][experts].
+// Sorts slots by expert, stably, and cuts each expert's slots into tiles of at most `width`, about equal. Each block
+// takes a chunk of consecutive slots, and each of its warps a run of these; counts [warps][experts] first holds how
+// many of each expert the warp has, then where they go. Of several chunks, count_kernel counts first what each has:
+// of_chunks [chunks][experts].
 constexpr int kGroupThreads = 1024, kMostChunks = 128, kChunkSlots = 1024;
 
 struct Totals {
@@ -23,14 +23,17 @@ template <class F>
 __device__ __forceinline__ void for_each_slot(const int32_t* ids, const int32_t* map, int begin, int end, int experts,
                                               int map_size, F f) {
   constexpr int kAtOnce = 8;  // loads
-  for (int first = begin + threadIdx.x % kWarp; first - int(threadIdx.x % kWarp) < end; first += kAtOnce * kWarp) {
+  const int lane = threadIdx.x % kWarp;
+  for (int first = begin; first < end; first += kAtOnce * kWarp) {
     int expert[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) expert[i] = first + i * kWarp < end ? ids[first + i * kWarp] : -1;
+    for (int i = 0; i < kAtOnce; ++i) expert[i] = first + i * kWarp + lane < end ? ids[first + i * kWarp + lane] : -1;
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) expert[i] = local_expert(expert[i], map, map_size, experts);
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) f(first + i * kWarp, expert[i], __match_any_sync(kAllLanes, expert[i]));
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i * kWarp < end)
+        f(first + i * kWarp + lane, expert[i], __match_any_sync(kAllLanes, expert[i]));
   }
 }
 
@@ -53,6 +56,7 @@ __global__ void __launch_bounds__(kGroupThreads) count_kernel(
 __global__ void __launch_bounds__(kGroupThreads) group_kernel(
     const int32_t* ids, const int32_t* map, int slots, int experts, int map_size, int width, int warps, int chunk,
     const int32_t* of_chunks, int32_t* sorted, Tile* tiles, Totals* totals) {
+  constexpr int kAtOnce = 8;  // loads
   extern __shared__ int32_t counts[];
   __shared__ int2 of_warp[kGroupThreads / kWarp];
   __shared__ int2 so_far;  // slots and tiles of the experts before
@@ -76,10 +80,15 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(
     const int expert = base + threadIdx.x;
     int total = 0;
     if (expert < experts)
-      for (int w = 0; w < warps; ++w) {
-        const int count = counts[w * experts + expert];
-        counts[w * experts + expert] = total;
-        total += count;
+      for (int w = 0; w < warps; w += kAtOnce) {
+        int count[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) count[i] = w + i < warps ? counts[(w + i) * experts + expert] : 0;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (w + i < warps) counts[(w + i) * experts + expert] = total;
+          total += count[i];
+        }
       }
     int earlier = 0;  // in the chunks before
     if (gridDim.x > 1 && expert < experts) {
@@ -91,7 +100,8 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(
         total += count;
       }
     }
-    const int cut = ceil_div(total, width);
+    const int cut = ceil_div(total, width), grain = width % 8 ? 1 : 8;  // of the matrix units
+    const int size = ceil_div(ceil_div(total, max(cut, 1)), grain) * grain;
     int2 through = make_int2(total, cut);  // of this thread's expert and those before it
 #pragma unroll
     for (int offset = 1; offset < kWarp; offset *= 2) {
@@ -102,12 +112,13 @@ __global__ void __launch_bounds__(kGroupThreads) group_kernel(
     if (lane == kWarp - 1) of_warp[warp] = through;
     __syncthreads();
     int2 before = so_far;
+#pragma unroll 8
     for (int w = 0; w < warp; ++w) before = make_int2(before.x + of_warp[w].x, before.y + of_warp[w].y);
     const int first = before.x + through.x - total, lead = before.y + through.y - cut;
     if (expert < experts) {
-      for (int w = 0; w < warps; ++w) counts[w * experts + expert] += first + earlier;
+      for (int w = 0; w < warps; ++w) atomicAdd(&counts[w * experts + expert], first + earlier);  // nobody waits
       for (int t = 0; t < cut && blockIdx.x == 0; ++t)
-        tiles[lead + t] = {expert, first + t * width, min(width, total - t * width), lead, cut};
+        tiles[lead + t] = {expert, first + t * size, min(size, total - t * size), lead, cut};
     }
     __syncthreads();
     if (threadIdx.x == blockDim.x - 1) so_far = make_int2(before.x + through.x, before.y + through.y);

@@ -95,6 +95,7 @@ inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kC
 // Programmatic dependent launch: a kernel started by launch_early() may begin while the one before it in the stream
 // still runs, once all of that one's blocks have called let_next_start() or ended. Nothing that an earlier kernel may
 // have written is read, and nothing at all is written, before wait_for_previous(), which every thread calls first.
+// But what kernels before the previous one have written may be read, if that one calls start_early().
 __device__ __forceinline__ void wait_for_previous() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
