@@ -6,13 +6,15 @@ equals a whole one, and decoding equals prefill, are properties (`conformance/pr
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from conformance import case
 from conformance.case import FLOATS, example
 
 NAN, INF = float("nan"), float("inf")
-F32 = FLOATS[:1]
+F32, BF16 = FLOATS[:1], FLOATS[2:]
 HEADS = {"H": 1, "HV": 2, "K": 64, "V": 64}
 SIZES = [{"K": k, "V": v} for k, v in ((64, 64), (128, 128), (256, 256), (64, 128), (256, 64))]
 ODD_SIZES = [{"K": k, "V": v} for k, v in ((4, 5), (8, 6), (33, 40), (100, 72), (17, 129))]
@@ -216,6 +218,8 @@ def lengths(*given):
     return [{"lengths": one if isinstance(one, tuple) else (one,)} for one in given]
 
 
+# More than a kernel will hold of what lies between two of its phases.
+PARTS = [{"lengths": (12000, 500), "H": 16, "HV": 32, "K": 128, "V": 128}]
 RAGGED = lengths((5, 0, 12), (0, 1, 64, 0, 33), (1,) * 9)
 
 GATING = [
@@ -269,6 +273,7 @@ PREFILL = [
     *prefill("sizes_large", [{"lengths": (300, 213), "H": 2, "HV": 4, "K": 128, "V": 128}], level="standard"),
     *prefill("long", lengths(3000), level="standard"),
     *prefill("long_without_decay", lengths(3000), gate(0.0), F32, "standard"),
+    *(replace(one, device="cuda", memory=8 << 30) for one in prefill("parts", PARTS, dtypes=BF16, level="exhaustive")),
     *prefill("residues_ragged", lengths(*(tuple(range(i, i + 10)) for i in range(1, 131, 10))), level="standard"),
     *prefill("every_residue", lengths(*range(1, 131)), level="exhaustive"),
     *prefill("every_residue_mixed", lengths(*range(1, 131)), mixed_gates, F32, level="exhaustive"),
