@@ -4,7 +4,7 @@
 //            as all blocks, of 32 rows of a state each, fit the GPU at once.
 //   chunks   64 tokens at a time on tensor cores (gdn_prefill_chunks.cuh): half types, K of 64 or 128, V in slices of
 //            32, sequences of 64 tokens and more on average, and a GPU with room for two chunks in shared memory. Some
-//            0.042 us per token of 16/32 heads of 128 on an H200; the floor, q, k, v and o once, is 0.006 us.
+//            0.04 us per token of 16/32 heads of 128 on an H200; the floor, q, k, v and o once, is 0.006 us.
 //
 // The chunks of all sequences are numbered; scratch holds up to kMostScratch bytes of them at a time, and the two phases
 // take turns. The state of a sequence that spans two turns is carried in float32. A turn costs some 17 us in starts and

@@ -103,8 +103,8 @@ template <class T, int K> struct Multiplying {
     const int at = n % 2 * 4 + i;
     return sum[at] + (sum[at + 2] + sum[at + 8]);
   }
-  __device__ __forceinline__ static void hold_rows(float (&sums)[4][16], int from) {
-    hold(sums[from]), hold(sums[from + 1]);
+  __device__ __forceinline__ static void pin_rows(float (&sums)[4][16], int from) {
+    pin(sums[from]), pin(sums[from + 1]);
   }
 
   // Starts on S k of the chunk `next`, once it is there: await() waits for it. It is `product` when all products are
@@ -199,13 +199,13 @@ template <class T, int K> struct Multiplying {
       wgmma<true>(gain, writes[i], further(columns, i * 2 * kEightTokens + half * (kHalf / 8) * kMatrix), i > 0);
     };
     wait_wgmma<1>();
-    hold_rows(solved, 0);
+    pin_rows(solved, 0);
     correct(0);
     begin_wgmma();
     update(gain0, 0, 0), update(gain0, 1, 0), update(gain1, 0, 1), update(gain1, 1, 1);
     commit_wgmma();
     wait_wgmma<1>();
-    hold_rows(solved, 2);
+    pin_rows(solved, 2);
     correct(4);
     begin_wgmma();
     update(gain0, 2, 0), update(gain0, 3, 0);
@@ -217,21 +217,21 @@ template <class T, int K> struct Multiplying {
 #pragma unroll
     for (int n = 0; n < K / 8; ++n) s[n][0] *= decay, s[n][1] *= decay;
     wait_wgmma<1>();
-    hold(gain0);
+    pin(gain0);
     float answered[4][16];
     begin_wgmma();
     multiply_rows<0>(answered, corrections, now.head.mix);
     commit_wgmma();
     add(0, gain0, up);
     wait_wgmma<1>();
-    hold(gain1);
+    pin(gain1);
     multiply_rows<2>(answered, corrections, now.head.mix);
     commit_wgmma();
     add(K / 16, gain1, up);
 
     begin(next, await);
     wait_wgmma<2>();
-    hold(asked), hold_rows(answered, 0), hold_rows(answered, 2);
+    pin(asked), pin_rows(answered, 0), pin_rows(answered, 2);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const float2 ask = *(const float2*)&scalars.ask[n * 8 + c], own = *(const float2*)&scalars.own[n * 8 + c];
@@ -246,7 +246,7 @@ template <class T, int K> struct Multiplying {
     load(next, next_values);
     leave();
     wait_wgmma<0>();
-    hold(product);
+    pin(product);
   }
 
   __device__ __forceinline__ void add(int first, const float (&gain)[kHalf / 2], float up) {
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) scan_wgmma_kernel(
       slicing.load(shared.stages[0], shared.values[0]);
       arrive_warp(shared.empty[kRing - 1]);
       wait_wgmma<0>();
-      hold(slicing.product);
+      pin(slicing.product);
     }
     for (int chunk = 0; chunk < count; ++chunk) {
       advance();

@@ -6,14 +6,11 @@
 // of columns 8 n to 8 n + 7.
 #pragma once
 #include "gdn_mma.cuh"
+#include "hopper.cuh"
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 namespace {
 
-// Barriers just initialised are seen by the copy engine.
-__device__ __forceinline__ void publish_barriers() {
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
 // Bytes that the barrier's phase waits for, too.
 __device__ __forceinline__ void expect(Barrier& barrier, int bytes) {
   asm volatile("mbarrier.expect_tx.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)), "r"(bytes) : "memory");
@@ -34,18 +31,6 @@ __device__ __forceinline__ uint64_t operand(const void* at, int along_k, int alo
 }
 // The operand so many bytes further.
 __device__ __forceinline__ uint64_t further(uint64_t operand, int bytes) { return operand + bytes / 16; }
-
-__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Waits for all groups of products but the last `kPending`. What they sum up is to be held before it is used.
-template <int kPending> __device__ __forceinline__ void wait_wgmma() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// No use of these registers moves across.
-template <int N> __device__ __forceinline__ void hold(float (&x)[N]) {
-#pragma unroll
-  for (int i = 0; i < N; ++i) asm volatile("" : "+f"(x[i])::"memory");
-}
 
 // c [64,N] = a b, or += where `add`. kTransposed: rows of b's matrices run along n.
 template <bool kTransposed, int kCount>
