@@ -10,7 +10,7 @@ import runner
 import shim
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
-from shim.vllm_plugin import honoured, model_class, preflight, preflight_model
+from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model
 from shim.vllm_plugin.models import ops_for_model
 from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
 from shim.vllm_plugin.supervise import cause_in
@@ -40,11 +40,14 @@ def test_a_dry_run_prints_all_and_says_so(scratch):
     *_, command, last = result.stdout.splitlines()
     assert "vllm serve" in command and last == "opshim: dry run: nothing stands in the way, nothing is started"
     assert "qwen3_next.py of vLLM imports" in result.stdout
-    assert list((scratch / "cache" / "imports").iterdir()), "the next start would import it again"
+    assert "tokenizer    vLLM loads it from " in result.stdout
+    for folder in ("imports", "arguments"):
+        assert list((scratch / "cache" / folder).iterdir()), "the next start would import it again"
 
 
 def test_a_dry_run_ends_with_the_code_of_what_stands_in_the_way(model, monkeypatch):
     monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    monkeypatch.setattr(arguments, "Verdict", lambda *of: None)
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(1_000_000)
     result = CliRunner().invoke(runner.main, ["serve", str(model), "--dry-run", "--port", str(free_port())])

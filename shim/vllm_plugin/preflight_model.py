@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
 from shim.errors import OpshimError
+from shim.loading import shown
 from shim.vllm_plugin import capacity, checkpoint, honoured
 from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.findings import TENSOR, Finding, Plan
-from shim.vllm_plugin.model_class import ImportCheck, other_plugins, registered
+from shim.vllm_plugin.model_class import Check, ImportCheck, other_plugins, registered
 from shim.vllm_plugin.serve import UNSERVED, USAGE
 
 GUARDS_OF_ANY_DEVICE = ("native", "reference")  # providers that may be asked about a GPU's call with tensors of the CPU
@@ -48,10 +50,23 @@ def options(plan: Plan) -> Iterator[Finding]:
             yield Finding("options", f"{reason}; {unused}", code=USAGE)
         else:
             yield Finding("options", reason, f"vLLM's own code serves instead of {', '.join(rule.ops)}")
-    if "--config" in plan.options:
-        yield Finding("options", "what stands in --config is not seen here", "left to vLLM")
-    elif not refused:
+    if not refused:
         yield Finding("options", "opshim honours all that were given")
+
+
+def arguments(plan: Plan, verdict: Check) -> Iterator[Finding]:
+    problem, plugins = verdict.result(), other_plugins()
+    name, _, text = (problem or "").partition(": ")
+    if problem is None:
+        where = shown(Path(plan.options.get("--tokenizer") or plan.model.path))
+        skipped = "--skip-tokenizer-init" in plan.options
+        yield Finding("tokenizer", "none, as --skip-tokenizer-init" if skipped else f"vLLM loads it from {where}")
+    elif name not in ("options", "tokenizer"):
+        yield Finding("tokenizer", f"not checked, nor are the options' names: {problem}")
+    elif plugins and "No tokenizer registered" in text:
+        yield Finding(name, text, f"left to vLLM, as a plugin ({', '.join(plugins)}) may bring it")
+    else:
+        yield Finding(name, text, code=USAGE)
 
 
 def shapes(plan: Plan) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from shim.errors import OpshimError
 from shim.health import Row, summary
 from shim.vllm_plugin import capacity, sizes
 from shim.vllm_plugin import request_policy as request_rules
+from shim.vllm_plugin.arguments import unfold
 from shim.vllm_plugin.honoured import DTYPES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +64,12 @@ class Options:
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
 
+    def remove(self, name: str) -> None:
+        """An option that is followed by its value, if it was given."""
+        if name in self.given:
+            at = self.given.index(name)
+            del self.given[at : at + 2]
+
 
 def serve(
     arguments: Sequence[str] = (),
@@ -77,13 +84,14 @@ def serve(
 ) -> int:
     """Serves until a signal comes; returns the exit code. `arguments`: the model first (or none), then vLLM's options.
     `dry_run`: does all but start vLLM. OpshimError for wrong usage, and for what stands in the way."""
-    model, options = split(arguments)
+    model, options = split(arguments, host, port)
     rules = () if request_policy is None else request_rules.parse(request_policy)
     check_port(host, port)
     model = find_model(model, weights=options.get("--load-format") != "dummy")
     device = check_vllm()
 
     from shim import dispatch, startup, table
+    from shim.vllm_plugin.arguments import Verdict
     from shim.vllm_plugin.findings import Finding, Plan
     from shim.vllm_plugin.models import ops_for_model
     from shim.vllm_plugin.preflight import preflight
@@ -106,7 +114,7 @@ def serve(
 
     print("preflight", flush=True)
     plan = Plan(model, options, dtype, device, chosen.mode, chains)
-    findings = preflight(plan, lambda one: print(one, flush=True))
+    findings = preflight(plan, lambda one: print(one, flush=True), Verdict(model.path, options.given))
     check_port(host, port)
     print(Finding("port", f"{port} on {host} is free"), flush=True)
     stop = min((one for one in findings if one.code), key=lambda one: one.code, default=None)
@@ -133,16 +141,22 @@ def serve(
 # ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def split(arguments: Sequence[str]) -> tuple[str | None, Options]:
-    """The model, if one was named, and vLLM's options."""
+def split(arguments: Sequence[str], host: str, port: int) -> tuple[str | None, Options]:
+    """The model, if one was named, and vLLM's options, also those in the file of --config."""
     named, given = None, list(arguments)
     if given and not given[0].startswith("-"):
         named = given.pop(0)
         if not named:
             raise ServeError("the model is named by an empty text: leave it out for the bundled one")
-    options = Options(given)
-    if "--model" in options:
+    if "--model" in Options(given):
         raise ServeError("the model is named right after serve, not with --model")
+    options = Options(unfold(given))
+    named = named or options.get("--model")  # of the file
+    options.remove("--model")
+    for name, taken in (("--host", host), ("--port", str(port))):
+        if options.get(name) not in (None, taken):
+            say(f"{name} {options.get(name)} in --config's file is not taken: {taken} is the command line's")
+        options.remove(name)
     return named, options
 
 
