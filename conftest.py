@@ -178,6 +178,11 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("device", "case"), cases, ids=[f"{device}-{case.id}" for device, case in cases])
 
 
+def pytest_collection_modifyitems(items):
+    """Cases of the higher levels first: they take longest, and the end of a run should not wait for one."""
+    items.sort(key=lambda item: -LEVELS.index(_parameters(item)["case"].level) if _parameters(item) else 0)
+
+
 @pytest.fixture
 def selection(request) -> Selection:
     """What this run covers."""
@@ -232,6 +237,8 @@ def pytest_runtest_makereport(item, call):
         result = _broken_off(item, error, **parameters)
         item.stash[RESULT] = asdict(result)
         outcome.get_result().outcome, outcome.get_result().longrepr = "failed", str(result)
+    if call.when == "call" and RESULT in item.stash:
+        item.stash[RESULT]["seconds"] = round(call.duration, 3)
     outcome.get_result().conformance = item.stash.get(RESULT, None)
 
 

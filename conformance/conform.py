@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Thread
 
 import shim
 from conformance import certificates, report
@@ -16,6 +21,8 @@ from shim.loading import user_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 PASS, FAIL, USAGE = 0, 1, 2
+NEWS = 30.0  # seconds between two words on how far a run is
+PATIENCE = 60.0  # seconds that an interrupted run has for its report
 
 
 def conform(
@@ -33,7 +40,7 @@ def conform(
 
     No ops: every op that the provider implements; one that it does not offer here is then no failure. json_out: all
     reports in one file (schema: conformance/report). report_dir: a folder that they join, for `runner.py report`.
-    certificates_dir: where what is proven is written.
+    certificates_dir: where what is proven is written. A run that is interrupted (SIGINT, SIGTERM) reports what it has.
     """
     files = [str(Path(file).resolve()) for file in provider_files]
     try:
@@ -53,9 +60,9 @@ def conform(
         given += [f"--op={op}" for op in selection.ops] + [f"--provider-file={file}" for file in files]
         pytest = [sys.executable, "-m", "pytest", "conformance/test_cases.py", "-n", "auto", *given]
         quiet = ["--rootdir", str(ROOT), "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
-        done = subprocess.run([*pytest, *quiet], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = _run([*pytest, *quiet])
         if not (Path(folder) / "index.json").exists():
-            print(done.stdout, done.stderr, "conform: the run ended before its report", sep="\n", file=sys.stderr)
+            print(done.stdout, "conform: the run ended before its report", sep="\n", file=sys.stderr)
             return FAIL
         reports = report.read(Path(folder))
     print(text(reports))
@@ -71,3 +78,49 @@ def conform(
     if lost:
         print("conform: results were lost:", *lost, done.stdout[-2000:], sep="\n", file=sys.stderr)
     return PASS if done.returncode == 0 and "pass" in verdicts <= granted and not lost else FAIL
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess:
+    """Its code and what it says, errors too. How far it is, it tells now and then."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # a Ctrl-C reaches it once, from here
+    said: list[str] = []
+    listener = Thread(target=_listen, args=(child.stdout, said), daemon=True)
+    listener.start()
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        child.wait()
+    except KeyboardInterrupt:
+        print("conform: interrupted; what has been run is reported", file=sys.stderr, flush=True)
+        child.send_signal(signal.SIGINT)
+        try:
+            child.wait(PATIENCE)
+        except subprocess.TimeoutExpired:
+            pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        _end(child.pid)
+    listener.join(PATIENCE)
+    return subprocess.CompletedProcess(command, child.wait(), "".join(said))
+
+
+def _listen(stdout, said: list[str]) -> None:
+    told = time.monotonic()
+    for line in stdout:
+        said.append(line)
+        done = re.search(r"\[ *(\d+)%\]$", line.rstrip())
+        if done and time.monotonic() - told > NEWS:
+            told = time.monotonic()
+            print(f"conform: {done[1]} %", file=sys.stderr, flush=True)
+
+
+def _end(session: int) -> None:
+    """Of the run's processes, whoever is left: workers in native code, say, and what a provider has started."""
+    try:
+        os.killpg(session, signal.SIGKILL)
+    except ProcessLookupError:
+        pass

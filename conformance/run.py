@@ -97,6 +97,7 @@ class Result:
     arguments: dict[str, str] = field(default_factory=dict)  # of a failure: each argument in words
     provider_ms: float | None = None
     reference_ms: float | None = None
+    seconds: float | None = None  # that the whole case took; None where its process did not live to tell
     replay: str = ""  # of a failure: the file from which `runner.py replay` runs it again
     build: dict[str, str] = field(default_factory=dict)
 
@@ -204,7 +205,9 @@ def _must_hold(case: Case, target: Target, result: Result) -> Result:
     except Ended as end:
         for name in ("findings", "ratio", "arguments", "replay") if end.witness else ():
             setattr(result, name, getattr(end.witness, name))
-        return result.failed(end.reason, end.message) if end.status == "fail" else result.skipped(end.reason, end.message)
+        return (
+            result.failed(end.reason, end.message) if end.status == "fail" else result.skipped(end.reason, end.message)
+        )
     except Exception as error:  # noqa: BLE001 - what a provider returns may be anything
         return result.failed("broken_case", told(error))
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -156,6 +158,45 @@ def test_a_provider_that_never_ends_is_given_up(tmp_path):
     assert {case["status"] for case in cases if not case["kind"].startswith("bad")} == {"fail"}
     assert workers.MOST_LOST // workers.TIMEOUT <= reasons["timeout"] <= workers.MOST_LOST // workers.TIMEOUT + 1
     assert reasons["not_run"] > 20
+
+
+SLOW = """
+import time
+
+import shim
+import ops_reference
+
+@shim.implementation("moe_sum", provider="mine")
+def moe_sum(y, topk_ids=None):
+    time.sleep(0.5)
+    return shim.get("moe_sum").reference(y, topk_ids)
+"""
+
+
+def test_a_run_that_is_stopped_reports_what_it_has_and_leaves_no_process(tmp_path):
+    (tmp_path / "mine.py").write_text(SLOW)
+    given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={tmp_path}"]
+    certificates = tmp_path / "certificates"
+    command = [sys.executable, "runner.py", "conform", *given, f"--certificates={certificates}"]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    time.sleep(20)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=90)
+    assert run.returncode == 1
+    assert "conform: interrupted; what has been run is reported" in said
+    coverage = json.loads((tmp_path / "moe_sum.mine.cpu.json").read_text())["coverage"]
+    assert 0 < coverage["run"] < coverage["listed"], said
+    assert f"only {coverage['run']} of {coverage['listed']} cases were run" in said
+    assert not list(certificates.glob("**/*.json"))
+    assert not [process for process in Path("/proc").glob("[0-9]*") if _names(process, tmp_path)]
+
+
+def _names(process: Path, what: Path) -> bool:
+    """Whether the command line names it."""
+    try:
+        return str(what).encode() in (process / "cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 LOST = """

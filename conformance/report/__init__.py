@@ -14,7 +14,8 @@ runs of many providers: a later run joins it, and replaces the report of its own
              errors {median, p90, p99} of error over budget in the passed cases,
              times {cases, provider_ms, reference_ms, speedup (median)} of the cases that ran on both
     case     case (its name), kind, sizes, dtype, level, seed, status ("pass", "fail", "skip"), reason, message, ratio,
-             findings [...], arguments {name: text} of a failure, provider_ms, reference_ms, replay (file, "" without)
+             findings [...], arguments {name: text} of a failure, provider_ms, reference_ms, seconds (that the whole case took),
+             replay (file, "" without)
     reason   of a failure: error_budget, row_error_budget, missing, non_finite, unequal, or a comparison's own;
              wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, wrong_strides, aliases_input,
              wrote_inputs, wrote_outside, read_outside, unwritten, reached, changes, order, synchronises
