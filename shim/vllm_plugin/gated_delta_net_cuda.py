@@ -92,7 +92,8 @@ def first_tokens(common) -> Tensor | None:
 def staged(slots: Tensor, memory: Tensor) -> Tensor:
     """`slots` where a graph reads them, the null block behind."""
     memory[: len(slots)].copy_(slots, non_blocking=True)
-    memory[len(slots) :].fill_(NULL_BLOCK_ID)
+    if len(slots) < len(memory):
+        memory[len(slots) :].fill_(NULL_BLOCK_ID)
     return memory
 
 
