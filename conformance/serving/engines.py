@@ -32,9 +32,13 @@ def environment(policy: str) -> dict[str, str]:
 
 def score(policy: str, dtype: str, folder: Path) -> dict:
     """What score.py says under a policy (or STOCK)."""
-    out = folder / f"{policy}-{dtype}.json"
+    return result_of("score", policy, folder / f"{policy}-{dtype}.json", MODEL, dtype)
+
+
+def result_of(program: str, policy: str, out: Path, *arguments) -> dict:
+    """What a program of this folder writes to `out`, its last argument."""
     done = subprocess.run(
-        [sys.executable, "-m", "conformance.serving.score", MODEL, dtype, out],
+        [sys.executable, "-m", f"conformance.serving.{program}", *map(str, arguments), out],
         env=environment(policy) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
@@ -43,7 +47,8 @@ def score(policy: str, dtype: str, folder: Path) -> dict:
         check=False,
     )
     if done.returncode:
-        raise AssertionError(f"{policy} in {dtype} ended with code {done.returncode}\n{done.stdout[-6000:]}")
+        what = " ".join(map(str, (program, *arguments)))
+        raise AssertionError(f"{what} under {policy} ended with code {done.returncode}\n{done.stdout[-6000:]}")
     return json.loads(out.read_text())
 
 

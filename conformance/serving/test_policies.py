@@ -57,3 +57,9 @@ def test_under_the_reference_policy_every_call_is_the_references(exact):
 
 def test_without_the_plugin_no_call_is_opshims(scores):
     assert scores[engines.STOCK, "bfloat16"]["calls"] == []
+
+
+def test_a_sequence_that_is_preempted_goes_on_as_if_it_had_not_been(tmp_path):
+    found = engines.result_of("preemption", "strict", tmp_path / "answers.json", 17)
+    assert found["preempted"] > 0
+    assert found["together"] == found["alone"]
