@@ -93,22 +93,22 @@ FATES = {1: "timeout", 3: "crashed", 7: "crashed", 15: "timeout", 17: "poisoned_
 FATES[33] = "broken_case"
 
 
-def _run(given, few):
-    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", *given, *few]
+def _run(folder, provider, *few, device="cpu"):
+    """(the cases of a run on two workers, its output)"""
+    (folder / "mine.py").write_text(provider)
+    given = [f"--provider-file={folder / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={folder}"]
+    quiet = ["-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), f"--device={device}"]
+    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", *given, *quiet, *few]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    return json.loads((folder / f"moe_sum.mine.{device}.json").read_text())["cases"], done.stdout
 
 
 @pytest.fixture(scope="module")
 def bad_run(tmp_path_factory):
-    """One run on two workers in which six cases end badly: (its results by the width of the case, its output)."""
-    folder = tmp_path_factory.mktemp("run")
-    (folder / "mine.py").write_text(PROVIDER)
-    given = [f"--provider-file={folder / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={folder}"]
-    few = ["-k", "odd_n and f32", "--case-timeout=4", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    done = _run(given, few)
-    report = json.loads((folder / "moe_sum.mine.cpu.json").read_text())
-    return {case["sizes"]["N"]: case for case in report["cases"]}, done.stdout
+    """One run in which six cases end badly: (its results by the width of the case, its output)."""
+    cases, output = _run(tmp_path_factory.mktemp("run"), PROVIDER, "-k", "odd_n and f32", "--case-timeout=4")
+    return {case["sizes"]["N"]: case for case in cases}, output
 
 
 def test_every_culprit_is_named_and_the_rest_are_run(bad_run):
@@ -149,11 +149,7 @@ def moe_sum(y, topk_ids=None):
 
 
 def test_a_provider_that_never_ends_is_given_up(tmp_path):
-    (tmp_path / "mine.py").write_text(IDLE)
-    given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={tmp_path}"]
-    few = ["-k", "f32", "--case-timeout=0.5", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    _run(given, few)
-    cases = json.loads((tmp_path / "moe_sum.mine.cpu.json").read_text())["cases"]
+    cases, _ = _run(tmp_path, IDLE, "-k", "f32", "--case-timeout=0.5")
     reasons = Counter(case["reason"] for case in cases)
     assert {case["status"] for case in cases if not case["kind"].startswith("bad")} == {"fail"}
     assert workers.MOST_LOST // workers.TIMEOUT <= reasons["timeout"] <= workers.MOST_LOST // workers.TIMEOUT + 1
@@ -214,11 +210,7 @@ def moe_sum(y, topk_ids=None):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 def test_a_case_that_loses_the_gpu_fails_alone(tmp_path):
-    (tmp_path / "mine.py").write_text(LOST)
-    given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum", f"--report-dir={tmp_path}"]
-    few = ["-k", "odd_n and f32", "--device=cuda", "-n2", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
-    _run(given, few)
-    cases = json.loads((tmp_path / "moe_sum.mine.cuda.json").read_text())["cases"]
+    cases, _ = _run(tmp_path, LOST, "-k", "odd_n and f32", device="cuda")
     assert [case["sizes"]["N"] for case in cases if case["status"] == "fail"] == [17]
     assert next(case["reason"] for case in cases if case["status"] == "fail") == "poisoned_device"
     assert sum(case["status"] == "pass" for case in cases) == len(cases) - 1
