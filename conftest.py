@@ -1,7 +1,7 @@
 """The pytest plugin of the suite: options, workers, and the report that all workers' results end in.
 
-pytest -n auto                                          everything, native on this CPU, level quick
-pytest -n auto conformance/test_cases.py --op moe_sum --provider mylib --provider-file mylib.py
+    pytest -n auto                                          everything, native on this CPU, level quick
+    pytest -n auto conformance/test_cases.py --op moe_sum --provider mylib --provider-file mylib.py
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess:
             pass
     finally:
         signal.signal(signal.SIGTERM, before)
-        _end(child.pid)
+        end_session(child.pid)
     listener.join(PATIENCE)
     return subprocess.CompletedProcess(command, child.wait(), "".join(said))
 
@@ -118,8 +118,8 @@ def _listen(stdout, said: list[str]) -> None:
             print(f"conform: {done[1]} %", file=sys.stderr, flush=True)
 
 
-def _end(session: int) -> None:
-    """Of the run's processes, whoever is left: workers in native code, say, and what a provider has started."""
+def end_session(session: int) -> None:
+    """Ends whoever is left of its processes: workers in native code, say, and what a provider has started."""
     try:
         os.killpg(session, signal.SIGKILL)
     except ProcessLookupError:

@@ -205,9 +205,7 @@ def _must_hold(case: Case, target: Target, result: Result) -> Result:
     except Ended as end:
         for name in ("findings", "ratio", "arguments", "replay") if end.witness else ():
             setattr(result, name, getattr(end.witness, name))
-        return (
-            result.failed(end.reason, end.message) if end.status == "fail" else result.skipped(end.reason, end.message)
-        )
+        return result.failed(end.reason, end.message) if end.status == "fail" else result.skipped(end.reason, end.message)
     except Exception as error:  # noqa: BLE001 - what a provider returns may be anything
         return result.failed("broken_case", told(error))
 

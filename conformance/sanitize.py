@@ -22,6 +22,8 @@ from pathlib import Path
 
 import click
 
+from conformance.conform import end_session
+
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
 OURS = "kns=_GLOBAL__N_"  # kernels are in anonymous namespaces
@@ -69,11 +71,12 @@ def watched(tool: str, log: Path, command: list[str], seconds: float) -> tuple[i
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
     try:
         said, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        child.kill()
+        end_session(child.pid)  # the tool, and the program under it
         return None, child.communicate()[0]
     sums = SUMMARY.findall(log.read_text() if log.exists() else "")
     return (sum(int(errors or hazards) for errors, hazards in sums) if sums else None), said

@@ -11,7 +11,7 @@ WORDS = {
     "hazards": "echo '========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)' > $L; echo '7 passed'",
     "failing": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo '1 failed, 6 passed in 3 s'",
     "nothing run": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo 'no tests ran'",
-    "killed": "echo '========= COMPUTE-SANITIZER' > $L; exec sleep 60",
+    "killed": "echo '========= COMPUTE-SANITIZER' > $L; sleep 60",
 }
 
 

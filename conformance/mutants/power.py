@@ -4,7 +4,7 @@
     python -m conformance.mutants.power --op moe_sum --seeds 50    one op, printed only
 
 Right are the native implementation and the one by another route (`right/`); both run the smallest case of kind "sizes"
-that has rows of 16 elements or more, in each dtype, with fresh inputs per seed. Faults are put into what the native one
+(see KINDS) that has rows of 16 elements or more, in each dtype, with fresh inputs per seed. Faults are put into what the native one
 returns, in one output: a row off by 1%, the last element 0, two heads exchanged (two eighths of a row, where the output
 has no heads). A fault that changes nothing (the last element was 0 before) is drawn again with the next seed.
 """
@@ -31,6 +31,7 @@ from conformance.run import Target, results_of, run
 
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "results" / "power.md"
 FAULT_SEEDS = 100
+KINDS = {"paged_attention_v2": "padded_pages", "paged_prefill": "padded_pages"}  # of the case, else "sizes"
 SHORTEST = 16  # elements of a row from which on 1% shows in every dtype (compare.py)
 
 
@@ -74,7 +75,7 @@ def faulty(target: Target, fault: Callable, seed: int, changed: list[bool]) -> T
 def case_for(op: str, dtype: torch.dtype) -> Case | None:
     """The smallest case of the op's table of sizes with rows long enough."""
     for case in cases_of(op):
-        if case.kind == "sizes" and case.dtype == dtype and not case.check:
+        if case.kind == KINDS.get(op, "sizes") and case.dtype == dtype and not case.check:
             target = Target.find(op, "reference", "cpu")
             arguments = case.arguments("cpu", 0)
             results = results_of(target.op, target.function(**arguments), arguments)
@@ -119,6 +120,9 @@ def power(ops: list[str], seeds: int, out: Path | None) -> str:
     wanted = [(op, dtype, seeds) for op in ops or shim.names() for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         rows = [row for row in pool.map(measure, *zip(*wanted, strict=True)) if row]
+    lacking = set(ops or shim.names()) - {row["op"] for row in rows}
+    if lacking:
+        raise click.ClickException(f"nothing to measure for {', '.join(sorted(lacking))}: no case of kind 'sizes'; see KINDS")
     columns = ["native", "another route", *(fault.__name__ for fault in FAULTS)]
     heads = ["op", "dtype", f"native of {seeds}", f"another route of {seeds}", "worst error/budget", *columns[2:]]
     lines = [table_line(heads), table_line(["---"] * len(heads))]

@@ -28,10 +28,13 @@ def unfold(given: Sequence[str]) -> list[str]:
         return given
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    pull = getattr(FlexibleArgumentParser(), "_pull_args_from_config", None)
+    if pull is None:
+        raise OpshimError("--config: this vLLM reads such a file in a way that is not known here; give the options one by one")
     logging.getLogger("vllm.utils.argparse_utils").disabled = True  # it would tell the same error a second time
     file = next(iter(given[given.index("--config") + 1 :]), "")
     try:
-        _, _, *unfolded = FlexibleArgumentParser()._pull_args_from_config(["serve", "MODEL", *given])
+        _, _, *unfolded = pull(["serve", "MODEL", *given])
     except AttributeError:  # of what is no mapping
         raise OpshimError(f"--config {file}: expected a line 'option: value' for each option") from None
     except Exception as error:  # noqa: BLE001

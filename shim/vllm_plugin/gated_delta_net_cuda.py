@@ -33,6 +33,8 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID, mamba_get_block_tabl
 from shim.vllm_plugin.delta_rule import DeltaRule
 
 _resolve = qwen_gdn_linear_attn._resolve_gdn_prefill_backend
+# What a builder has of its own where graphs read a batch's slots.
+STAGING = ("use_full_cuda_graph", "decode_cudagraph_max_bs", "non_spec_state_indices_tensor")
 
 
 class ShimMetadataBuilder(GDNAttentionMetadataBuilder):
@@ -41,7 +43,8 @@ class ShimMetadataBuilder(GDNAttentionMetadataBuilder):
         known = vllm_config.compilation_config.static_forward_context
         self.layers = [known[name] for name in layer_names]
         # Of what a graph has captured, update_block_table() renews the slots: vLLM's own layers read more.
-        self.supports_update_block_table = not any(layer.refusal for layer in self.layers)
+        served = not any(layer.refusal for layer in self.layers)
+        self.supports_update_block_table = served and all(hasattr(self, name) for name in STAGING)
 
     def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
         metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)

@@ -200,6 +200,12 @@ CUDA = [
             f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.non_spec_state_indices_tensor": None,
             f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_query_start_loc": None,
             f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_has_initial_state": None,
+            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_state_indices": None,
+            f"{ATTENTION}.backend:AttentionMetadataBuilder.supports_update_block_table": None,
+            f"{ATTENTION}.backend:AttentionMetadataBuilder.update_block_table": "self, metadata, blk_table, slot_mapping",
+            f"{ATTENTION}.backends.utils:mamba_get_block_table_tensor": (
+                "block_table, seq_lens, kv_cache_spec, mamba_cache_mode"
+            ),
         },
     ),
     Hook(
