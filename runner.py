@@ -21,7 +21,7 @@ CHOICES = click.option(
 OPS = click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op (repeatable; default: all).")
 POLICY = click.option("--policy", metavar="[strict|auto|reference]", help="Who may serve; see README.")
 DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
-JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results to this file.")
+JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results here (bench: a plot beside it).")
 
 
 class Command(click.Command):

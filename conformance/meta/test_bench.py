@@ -1,12 +1,14 @@
-"""`runner.py bench` says what stands in its way before it measures anything."""
+"""`runner.py bench` says what stands in its way before it measures anything; its plots and tables."""
 
 import os
+import re
 
 import pytest
 
 import shim
 from conformance.meta.scratch import double_op
 from conformance.perf import bench as bench_module
+from conformance.perf import end_to_end, plot
 from conformance.perf.bench import bench, need_sizes
 from conformance.selection import SelectionError
 
@@ -47,3 +49,32 @@ def test_a_busy_machine_is_told_in_one_line(nothing_measured, monkeypatch, capsy
     assert bench(["moe_sum"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(said) == told and all("load average" in line for line in said)
+
+
+def test_a_plot_has_a_mark_for_each_time_where_it_stands():
+    given = [
+        {"op": "a", "size": "small", "floor_us": 0.1, "providers": {"native": {"us": 2.0}, "vllm": {"us": None}}},
+        {"op": "b", "size": "<large>", "floor_us": 10.0, "providers": {"native": {"us": 10.0}, "vllm": {"us": 5e4}}},
+    ]
+    marks = re.findall(r'<circle cx="([\d.]+)" .*<title>(.*)</title>', plot.over_floor(given, ["native", "vllm"]))
+    left, right = plot.LEFT, plot.LEFT + plot.WIDTH
+    assert [told for _, told in marks] == ["native: 2 us", "native: 10 us", "vllm: 5e+04 us"]
+    assert left < float(marks[0][0]) < right  # twice 1 us
+    assert [float(x) for x, _ in marks[1:]] == [left, right]
+    assert "&lt;large&gt;" in plot.over_floor(given, ["native"])
+    one = {"op": "a", "size": "small", "reference_ms": 4.0, "providers": {"native": {"ms": 0.4}}}
+    assert f'cx="{left + plot.WIDTH / 2:.1f}"' in plot.over_reference([one], ["native"])
+
+
+def test_the_best_of_each_side_is_compared_end_to_end():
+    shim = {"ready_s": 100.0, "compiled_late": 0, "tokens_per_s": [1.0, 9.0], "tokens_per_s_of_one": [4.0]}
+    stock = {"ready_s": 200.0, "compiled_late": 6, "tokens_per_s": [6.0, 2.0], "tokens_per_s_of_one": [5.0]}
+    shim["first_token_ms"], stock["first_token_ms"] = [9.0, 2.0], [4.0]
+    lines = end_to_end.table({"shim": shim, "stock": stock}).splitlines()[2:]
+    assert [line.split(" | ")[1:] for line in lines] == [
+        ["100.0", "200.0", "0.50 |"],
+        ["0", "6", "0.00 |"],
+        ["9", "6", "1.50 |"],
+        ["4", "5", "0.80 |"],
+        ["2.0", "4.0", "0.50 |"],
+    ]

