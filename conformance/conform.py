@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -60,9 +61,9 @@ def conform(
         given += [f"--op={op}" for op in selection.ops] + [f"--provider-file={file}" for file in files]
         pytest = [sys.executable, "-m", "pytest", "conformance/test_cases.py", "-n", "auto", *given]
         quiet = ["--rootdir", str(ROOT), "-q", "--no-header", "--no-summary", "-p", "no:cacheprovider"]
-        done = _run([*pytest, *quiet])
+        code, said, stopped = _run([*pytest, *quiet])
         if not (Path(folder) / "index.json").exists():
-            print(done.stdout, "conform: the run ended before its report", sep="\n", file=sys.stderr)
+            print(said, "conform: the run ended before its report", sep="\n", file=sys.stderr)
             return FAIL
         reports = report.read(Path(folder))
     print(text(reports))
@@ -76,36 +77,43 @@ def conform(
     granted = {"pass"} if ops else {"pass", "nothing ran"}  # of all ops, a provider may well offer only some
     lost = [f"{one['op']}: {why}" for one in reports if (why := certificates.unrun(one))]
     if lost:
-        print("conform: results were lost:", *lost, done.stdout[-2000:], sep="\n", file=sys.stderr)
-    return PASS if done.returncode == 0 and "pass" in verdicts <= granted and not lost else FAIL
+        why = "stopped before the end:" if stopped else "results were lost:"
+        print(f"conform: {why}", *lost, *() if stopped else (said[-2000:],), sep="\n", file=sys.stderr)
+    return PASS if code == 0 and "pass" in verdicts <= granted and not lost else FAIL
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess:
-    """Its code and what it says, errors too. How far it is, it tells now and then."""
+def _run(command: Sequence[str]) -> tuple[int, str, bool]:
+    """(its code, what it says, errors too, whether a signal stopped it). How far it is, it tells now and then."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    # SIGINT too: it is ignored in what a script has started with &, and so it would be in the child
+    before = {which: signal.signal(which, interrupt) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # a Ctrl-C reaches it once, from here
     said: list[str] = []
-    listener = Thread(target=_listen, args=(child.stdout, said), daemon=True)
-    listener.start()
-    before = signal.signal(signal.SIGTERM, interrupt)
+    stopped, child = False, None
     try:
+        child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # a signal reaches it from here only
+        listener = Thread(target=_listen, args=(child.stdout, said), daemon=True)
+        listener.start()
         child.wait()
     except KeyboardInterrupt:
+        stopped = True
         print("conform: interrupted; what has been run is reported", file=sys.stderr, flush=True)
-        child.send_signal(signal.SIGINT)
-        try:
-            child.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            pass
+        if child:
+            child.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                child.wait(PATIENCE)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        end_session(child.pid)
+        if child:
+            end_session(child.pid)
+        for which, handler in before.items():
+            signal.signal(which, handler)
+    if child is None:
+        return FAIL, "", stopped
     listener.join(PATIENCE)
-    return subprocess.CompletedProcess(command, child.wait(), "".join(said))
+    return child.wait(), "".join(said), stopped
 
 
 def _listen(stdout, said: list[str]) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,8 +67,8 @@ def time_limit(seconds: float, grace: float = GRACE, file=None) -> Iterator[None
     def late(*_):
         raise TimeLimit(f"still running after {seconds:g} s")
 
-    global _seconds
-    _seconds, before = seconds, signal.signal(signal.SIGALRM, late)
+    global _deadline
+    _deadline, before = time.monotonic() + seconds, signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     faulthandler.dump_traceback_later(seconds + grace, exit=True, file=file or sys.__stderr__)
     try:
@@ -76,17 +77,18 @@ def time_limit(seconds: float, grace: float = GRACE, file=None) -> Iterator[None
         faulthandler.cancel_dump_traceback_later()
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        _seconds = None
+        _deadline = None
 
 
-_seconds: float | None = None  # of the time limit that stands
+_deadline: float | None = None  # of the case at hand
 
 
 def _limit_child() -> None:
-    """A process that a case forks has no timer of its own, and may well hang: threads it may wait for are not there."""
-    if _seconds:
+    """A process that a case forks has no timer of its own, and may well hang: threads it may wait for are not there.
+    It ends with the case's time, and so does what it forks."""
+    if _deadline:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, _seconds)
+        signal.setitimer(signal.ITIMER_REAL, max(0.01, _deadline - time.monotonic()))
 
 
 os.register_at_fork(after_in_child=_limit_child)

@@ -40,6 +40,12 @@ def test_what_stands_in_the_file_comes_before_the_other_options(config, form):
     assert not {"--config", "--model", "--port"} & set(options.given)
 
 
+def test_a_file_that_names_another_is_refused(config):
+    outer = config("config: inner.yaml\n")
+    with pytest.raises(OpshimError, match=f"--config {outer}: it names another such file"):
+        split(["mine", "--config", outer], "127.0.0.1", 8001)
+
+
 def test_the_command_line_wins_over_the_model_and_the_port_of_the_file(config, capsys):
     named, options = split(["mine", "--config", config("model: some/where\nport: 9000\n")], "127.0.0.1", 8001)
     assert (named, options.given) == ("mine", [])

@@ -20,6 +20,8 @@ def text(reports: list[dict[str, Any]]) -> str:
     for report in reports:
         summary = report["summary"]
         counts = ", ".join(f"{summary[what]} {what}" for what in ("passed", "failed", "skipped") if summary[what])
+        run, listed = report["coverage"]["run"], report["coverage"]["listed"]
+        counts += f" (of {listed} cases)" if run < listed else ""
         where = f"{report['op']:{width}}  {report['provider']}  {report['device']}"
         lines.append(f"{summary['verdict'].upper():4}  {where}  {counts}{_worst(report['cases'])}")
         if summary["verdict"] != "pass":

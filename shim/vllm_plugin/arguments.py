@@ -39,6 +39,8 @@ def unfold(given: Sequence[str]) -> list[str]:
         raise OpshimError(f"--config {file}: expected a line 'option: value' for each option") from None
     except Exception as error:  # noqa: BLE001
         raise OpshimError(f"{f'--config {file}'.strip()}: {_gist(error)}") from None
+    if "--config" in unfolded:
+        raise OpshimError(f"--config {file}: it names another such file, which vLLM would read unseen")
     return unfolded
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import socket
 import sys
 import tempfile
@@ -279,7 +280,7 @@ def vllm_command(
     if plugins is not None and "opshim" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},opshim"
     command += options.given
-    say(" ".join([*(f"{name}={value}" for name, value in taken.items()), "vllm serve", *command]))
+    say(" ".join([*(f"{name}={value}" for name, value in taken.items()), "vllm serve", shlex.join(command)]))
     return command, environment
 
 
