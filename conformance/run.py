@@ -52,7 +52,7 @@ class Target:
     missing: str = ""
     unavailable: str = ""
     build: dict[str, str] = field(default_factory=dict)  # what identifies its code (shim/certificates.py)
-    calls: list[dict[str, str]] = field(default_factory=list)  # of a case's own check so far: the arguments in words
+    calls: list[dict[str, Any] | None] = field(default_factory=list)  # of a case's own check: notes on the last one
 
     @classmethod
     def find(cls, op: str, provider: str, device: str) -> Target:
@@ -156,8 +156,8 @@ def run(case: Case, target: Target, base_seed: int = 0) -> Result:
             return result.skipped("no_memory", lacking)
         judgement(case, target, result)
     if result.status == "fail" and not result.arguments:
-        last = target.calls[-1:] or [in_words(case.arguments(target.device, result.seed))]
-        result.arguments = last[0]
+        last = target.calls[-1] if target.calls else noted(case.arguments(target.device, result.seed))
+        result.arguments = in_words(last)
     return result
 
 
@@ -308,18 +308,33 @@ def _timed(function: Callable, arguments: dict[str, Any], device: str) -> tuple[
     return returned, 1e3 * (time.perf_counter() - start)
 
 
-def in_words(arguments: dict[str, Any]) -> dict[str, str]:
-    """Each argument as text: shape, dtype and strides of a tensor and a few of its values, the value of others."""
-    words = {}
+@dataclass(frozen=True)
+class Note:
+    """What is told of a tensor, taken before a call may change it, and without waiting for the device."""
+
+    like: str
+    some: Tensor
+    count: int
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in self.some.tolist())
+        return f"{self.like} = [{shown}{', ...' if self.count > len(self.some) else ''}]"
+
+
+def noted(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, for in_words()."""
+    notes = dict(arguments)
     for name, value in arguments.items():
-        words[name] = repr(value)
         if isinstance(value, Tensor):
-            dtype, some = str(value.dtype).removeprefix("torch."), _first(value).tolist()
-            shown = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in some)
-            more = ", ..." if value.numel() > len(some) else ""
             at = f" offset {value.storage_offset()}" if value.storage_offset() else ""
-            words[name] = f"{dtype} {list(value.shape)} strides {list(value.stride())}{at} = [{shown}{more}]"
-    return words
+            like = f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} strides {list(value.stride())}{at}"
+            notes[name] = Note(like, _first(value).clone(), value.numel())
+    return notes
+
+
+def in_words(notes: dict[str, Any]) -> dict[str, str]:
+    """Each argument as text: shape, dtype and strides of a tensor and a few of its values, the value of others."""
+    return {name: str(value) if isinstance(value, Note) else repr(value) for name, value in notes.items()}
 
 
 def _first(tensor: Tensor, count: int = 8) -> Tensor:

@@ -218,8 +218,9 @@ def lengths(*given):
     return [{"lengths": one if isinstance(one, tuple) else (one,)} for one in given]
 
 
-# More than a kernel will hold of what lies between two of its phases: by many heads, as tokens make references slow.
-PARTS = [{"lengths": (2600, 500), "H": 64, "HV": 128, "K": 128, "V": 128}]
+# More than a kernel will hold of what lies between two of its phases, thrice, where in the second turn one sequence ends
+# and another begins. By many heads, as tokens make references slow.
+PARTS = [{"lengths": (3500, 1800), "H": 64, "HV": 128, "K": 128, "V": 128}]
 RAGGED = lengths((5, 0, 12), (0, 1, 64, 0, 33), (1,) * 9)
 
 GATING = [

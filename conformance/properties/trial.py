@@ -16,7 +16,7 @@ from conformance.case import Case
 from conformance.compare import Evaluation, Finding, moved
 from conformance.memory import WRONG
 from conformance.properties.roles import Arguments, Results, Roles
-from conformance.run import Ended, Target, double, in_words, poisoned_memory, results_of, told
+from conformance.run import Ended, Target, double, noted, poisoned_memory, results_of, told
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Caller:
         refusal = self.target.refusal(arguments)
         if refusal:
             raise Ended("skip", "refused", refusal)
-        self.target.calls.append(in_words(arguments))
+        self.target.calls[-1:] = [None] if self.target.calls else []  # only the last one is ever told
+        self.target.calls.append(noted(arguments))
         try:
             with poisoned_memory():
                 returned = self.target.function(**arguments)

@@ -35,7 +35,7 @@ struct Plan {
     parts = ceil_div(chunks, most > 16 ? most : 16);
     held = ceil_div(chunks, parts);
     redo = ceil_div<int64_t>(N * HV * (V / kSlice) * sizeof(int32_t), 256) * 256;
-    carry = redo + HV * V * K * sizeof(float);
+    carry = redo + 2 * HV * V * K * sizeof(float);  // what came and what goes on, in turns
     heads = carry + held * HV * sizeof(HeadChunk);
     size = carry + held * bytes;
   }
@@ -44,13 +44,14 @@ struct Plan {
 template <int K, class T>
 int launch_chunks(const Plan& plan, const Prefill& p, const Tokens<T>& in, void* pool, bool pool_is_f32, T* o,
                   char* memory, void* stream) {
-  const Scratch scratch = {(int32_t*)memory, (float*)(memory + plan.redo), (HeadChunk*)(memory + plan.carry),
-                           (f16*)(memory + plan.heads)};
+  Scratch scratch = {(int32_t*)memory, nullptr, nullptr, (HeadChunk*)(memory + plan.carry), (f16*)(memory + plan.heads)};
+  float* const carries[] = {(float*)(memory + plan.redo), (float*)(memory + plan.redo) + p.HV * p.V * K};
   const bool packs = aligned(16, in.q) && aligned(16, in.k), packs_values = aligned(16, in.v);
   const int64_t chunks = p.T / kChunk + p.N;
   for (int64_t first = 0; first < chunks; first += plan.held) {
     const Part part = {first, first + plan.held < chunks ? first + plan.held : chunks};
-    const int64_t count = part.end - part.first;
+    const int64_t count = part.end - part.first, turn = first / plan.held;
+    scratch.came = carries[(turn + 1) % 2], scratch.goes = carries[turn % 2];
     int status = launch_early(local_kernel<T, K>, dim3(count * p.H * ceil_div<int64_t>(p.HV / p.H, kHeads)),
                               dim3(kLocalThreads), sizeof(LocalShared<K>), stream, p, in.q, in.k, scratch, part, packs);
     if (status != kOk) return status;

@@ -73,7 +73,8 @@ __device__ __forceinline__ int64_t sequence_of(const Prefill& p, int64_t chunk) 
 
 struct Scratch {
   int32_t* redo;     // [N,HV,V/32]: slices that are to be taken token by token
-  float* carry;      // [HV,V,K]: the state of the one sequence that goes on in the next part
+  const float* came; // [HV,V,K]: the state of the one sequence that has come from the part before
+  float* goes;       // likewise, of the one that goes on in the next part
   HeadChunk* heads;  // [held,HV]
   f16* keys;         // [held,H,2,64 K]: keys, then queries, in matrices of 8 x 8
 };

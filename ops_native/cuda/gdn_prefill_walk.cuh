@@ -43,7 +43,7 @@ struct Walk {
     const int64_t at = slice * kSlice * K, carried = sequence.head * p.V * K + at;
     x.each([&](float& value, int row, int column) {
       const int64_t of_slice = row * K + column, of_pool = sequence.state + at + of_slice;
-      value = !begins ? scratch.carry[carried + of_slice] : !sequence.continued ? 0.0f
+      value = !begins ? scratch.came[carried + of_slice] : !sequence.continued ? 0.0f
               : pool_is_f32 ? ((const float*)pool)[of_pool] : to_f32(((const T*)pool)[of_pool]);
     });
   }
@@ -58,7 +58,7 @@ struct Walk {
     const int64_t at = slice * kSlice * K, carried = sequence.head * p.V * K + at;
     x.each([&](float value, int row, int column) {
       const int64_t of_slice = row * K + column, of_pool = sequence.state + at + of_slice;
-      if (!ends) scratch.carry[carried + of_slice] = value;
+      if (!ends) scratch.goes[carried + of_slice] = value;
       else if (pool_is_f32) ((float*)pool)[of_pool] = value;
       else ((T*)pool)[of_pool] = from_f32<T>(value);
     });
