@@ -85,11 +85,15 @@ def conform(
 def _run(command: Sequence[str]) -> tuple[int, str, bool]:
     """(its code, what it says, errors too, whether a signal stopped it). How far it is, it tells now and then."""
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
+    def interrupt(which, _):
+        if before[which] is not signal.SIG_IGN:  # as under nohup, or in what a script has started with &
+            raise KeyboardInterrupt
 
-    # SIGINT too: it is ignored in what a script has started with &, and so it would be in the child
-    before = {which: signal.signal(which, interrupt) for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    # A handler even where it is ignored: what is ignored here would be in the child, which is to hear SIGINT.
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {which: signal.getsignal(which) for which in signals}
+    for which in signals:
+        signal.signal(which, interrupt)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     said: list[str] = []
     stopped, child = False, None
