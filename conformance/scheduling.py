@@ -29,11 +29,12 @@ class Scheduling(LoadScopeScheduling):
 
     def _reschedule(self, node):
         """A worker that has just replaced another gets work once it has collected the tests. A worker holds its last
-        test back until it hears what follows, so when the last work there is has been taken, all have to hear that
-        nothing does."""
+        test back until it hears what follows: so it gets two, or where there are no more, all hear that nothing does."""
         if node not in self.registered_collections:
             return
         super()._reschedule(node)
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
         if not self.workqueue:
             for other in self.nodes:
                 if other in self.registered_collections:
