@@ -44,8 +44,8 @@ def bench(
     json_out: str | None = None,
     cold: bool = False,
 ) -> int:
-    """Prints both tables; json_out: the same as JSON, with a plot beside it (.svg). cold: the time to first results instead. 0, or 2 for wrong
-    usage."""
+    """Prints both tables; json_out: the same as JSON, with a plot beside it (.svg). cold: the time to first results
+    instead. 0, or 2 for wrong usage."""
     try:
         for provider in providers:
             selection = Selection.make(ops, provider, provider_files, device)
