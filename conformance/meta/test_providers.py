@@ -1,8 +1,11 @@
 """Others' kernels as providers: known by name, lazy, only by explicit choice, with a reason for whatever they refuse."""
 
+import ast
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -244,3 +247,77 @@ def test_vllm_on_gpus_raises_where_a_kernel_would_go_through_a_negative_index():
     given["state_indices"][1] = -1
     with pytest.raises(ValueError, match="no negative slot"):
         vllm_cuda.gdn_prefill(**given)
+
+
+def decode_arguments():
+    return case("gdn_decode", {"K": 64, "V": 32}, BF16).arguments("cpu", 0)
+
+
+def test_vllm_on_gpus_decodes_from_the_projection_itself():
+    q, k, v = map(decode_arguments().get, "qkv")
+    wanted = torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
+    for parts in ((q, k, v), (q[1:], k[1:], v[1:]), (q[:0], k[:0], v[:0])):
+        mixed = vllm_cuda._mixed_qkv(*parts)
+        assert (mixed.data_ptr(), mixed.stride()) == (parts[0].data_ptr(), wanted.stride())
+        assert torch.equal(mixed, torch.cat([x.flatten(1) for x in parts], dim=1))
+
+
+def test_vllm_on_gpus_packs_what_is_no_projection():
+    q, k, v = map(decode_arguments().get, "qkv")
+    for parts in ((k, q, v), (q, k, v.clone()), (q.clone(), k.clone(), v.clone()), (q, k[[2, 1, 0]], v), (q, q, v)):
+        mixed = vllm_cuda._mixed_qkv(*parts)
+        assert torch.equal(mixed, torch.cat([x.flatten(1) for x in parts], dim=1))
+        assert mixed.is_contiguous() and mixed.data_ptr() not in (q.data_ptr(), k.data_ptr())
+    far = torch.empty_strided((3, 384), (1 << 30, 1), device="meta")  # beyond the kernel's offsets
+    assert vllm_cuda._mixed_qkv(*(far[:, at : at + 128].unflatten(1, (-1, 64)) for at in (0, 128, 256))).is_contiguous()
+
+
+@pytest.mark.parametrize("changed", [{}, {"scale": 2}, {"l2norm": False}, {"null_index": 2}])
+def test_vllm_on_gpus_calls_the_packed_kernel_with_what_the_op_was_given(monkeypatch, changed):
+    """The kernel stands in as the reference, on what its parameters mean in vLLM."""
+    seen = {}
+
+    def packed(*, mixed_qkv, scale, initial_state, out, ssm_state_indices, use_qk_l2norm_in_kernel, **gates):
+        seen.update(mixed_qkv=mixed_qkv, scale=scale, out=out, state=initial_state)
+        heads, values, size = initial_state.shape[1:]
+        keys = (mixed_qkv.shape[1] - heads * values) // 2
+        q, k, v = mixed_qkv.split([keys, keys, heads * values], dim=1)
+        core = {"q": q.unflatten(1, (-1, size)), "k": k.unflatten(1, (-1, size)), "v": v.unflatten(1, (-1, values))}
+        rest = {"state_indices": ssm_state_indices, "scale": scale, "l2norm": use_qk_l2norm_in_kernel, "null_index": 0}
+        out[:, 0] = shim.get("gdn_decode").reference(**core, **gates, state=initial_state, **rest)
+
+    library = SimpleNamespace(fused_recurrent_gated_delta_rule_packed_decode=packed)
+    monkeypatch.setattr(vllm_cuda, "_linear_attention", lambda: library)
+    given, wanted = (decode_arguments() | changed for _ in range(2))
+    assert vllm_cuda.adapters.ops["gdn_decode"]["supports"](**given) is True
+    output = vllm_cuda.gdn_decode(**given)
+    assert torch.equal(output, shim.get("gdn_decode").reference(**wanted))
+    assert torch.equal(given["state"], wanted["state"])
+    assert seen["mixed_qkv"].data_ptr() == given["q"].data_ptr() and seen["state"] is given["state"]
+    assert seen["out"].is_contiguous() and isinstance(seen["scale"], float)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+def test_vllm_has_the_packed_kernel_with_the_parameters_that_are_passed():
+    """Read from its source, as its kernels do not import everywhere."""
+    place = next(place for place in vllm_cuda.FLA if importlib.util.find_spec(place))
+    folder = Path(importlib.util.find_spec(place).submodule_search_locations[0])
+    functions = ast.parse((folder / "ops/fused_recurrent.py").read_text()).body
+    name = "fused_recurrent_gated_delta_rule_packed_decode"
+    (function,) = (one for one in functions if isinstance(one, ast.FunctionDef) and one.name == name)
+    passed = "mixed_qkv a b A_log dt_bias scale initial_state out ssm_state_indices use_qk_l2norm_in_kernel"
+    assert [argument.arg for argument in function.args.args] == passed.split()
+
+
+def test_vllm_on_gpus_refuses_decodes_that_its_kernel_does_not_take():
+    supports = vllm_cuda.adapters.ops["gdn_decode"]["supports"]
+    given = decode_arguments()
+    apart = {name: given[name].clone() for name in "qkv"}
+    assert supports(**given) is True and supports(**given | apart) is True
+    wide = given["a"].repeat_interleave(2, dim=1)[:, ::2]
+    assert "last dimension" in supports(**given | {"a": wide})
+    pool = given["state"].transpose(2, 3).contiguous().transpose(2, 3)
+    assert "states are contiguous" in supports(**given | {"state": pool})
+    many = {name: given[name][:1].expand(20_000, *given[name].shape[1:]) for name in ("q", "k", "v", "a", "b")}
+    assert "65535 rows" in supports(**given | many)
+    assert "32 bits" in supports(**given | {"b": torch.empty_strided((3, 4), (1 << 30, 1), device="meta")})

@@ -29,6 +29,7 @@ from shim.providers.adapters import (
 BUILD = build("vllm")
 FLA = ("vllm.model_executor.layers.fla", "vllm.third_party.flash_linear_attention")
 CHUNK = 64  # tokens: FLA_CHUNK_SIZE
+LARGEST_GRID = 65535  # in any dimension but the first
 # tiles as vLLM has them where nothing is tuned
 TILES = {"BLOCK_SIZE_N": 64, "BLOCK_SIZE_K": 32, "GROUP_SIZE_M": 8, "num_warps": 4, "num_stages": 3}
 
@@ -242,34 +243,53 @@ def gdn_prefill(
 def _supports_decode(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1
 ):
-    inner = state[:1].is_contiguous() if len(state) else True
+    rows, value_heads = a.shape
+    inner = state[:1].is_contiguous() and state.stride(3) == 1
     return any_of(
         (not inner, "vLLM's kernel takes pools whose states are contiguous"),
-        (scale is not None and scale <= 0, "vLLM's kernel takes positive scales"),
+        (a.stride(1) != 1 or b.stride(1) != 1, "vLLM's kernel takes a and b contiguous in the last dimension"),
+        (rows * max(a.stride(0), b.stride(0)) >= 1 << 31, "vLLM's kernel counts elements in 32 bits"),
+        (rows * value_heads > LARGEST_GRID, f"vLLM's kernel takes up to {LARGEST_GRID} rows times value heads"),
     )
+
+
+def _mixed_qkv(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """[B, 2*H*K + HV*V], what the kernel reads: the projection of which q, k and v are views, as a server has them; a
+    copy where they are not, or where the kernel's offsets, in 32 bits, do not reach its rows."""
+    rows, heads, size = q.shape
+    memory, first, row = q.untyped_storage().data_ptr(), q.storage_offset(), q.stride(0)
+    views = all(
+        x.untyped_storage().data_ptr() == memory
+        and x.storage_offset() == first + part * heads * size
+        and x.stride() == (row, x.shape[2], 1)
+        for part, x in enumerate((q, k, v))
+    )
+    if views and rows * row < 1 << 31:
+        return q.as_strided((rows, 2 * heads * size + v.shape[1] * v.shape[2]), (row, 1))
+    return torch.cat([x.flatten(1) for x in (q, k, v)], dim=1)
 
 
 @adapters("gdn_decode", supports=_supports_decode)
 def gdn_decode(
     q, k, v, a, b, A_log, dt_bias, state, state_indices, scale=None, l2norm=True, null_index=-1
 ):
-    """Padding is slot 0 there (the null block), which it never serves, and negative ones."""
-    o, _ = _linear_attention().fused_sigmoid_gating_delta_rule_update(
-        A_log=A_log.contiguous(),
+    """The packed kernel, with which vLLM decodes where nobody prefills or speculates. Padding is slot 0 there (the null
+    block), which it never serves, and negative ones. In 0.24 beta is rounded to the activations' dtype."""
+    rows, heads, size = v.shape
+    out = v.new_empty(rows, 1, heads, size)
+    _linear_attention().fused_recurrent_gated_delta_rule_packed_decode(
+        mixed_qkv=_mixed_qkv(q, k, v),
         a=a,
         b=b,
+        A_log=A_log.contiguous(),
         dt_bias=dt_bias.contiguous(),
-        q=q[None],
-        k=k[None],
-        v=v[None],
-        scale=scale,
+        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
         initial_state=state,
-        inplace_final_state=True,
-        cu_seqlens=_one_each(len(q), q.device),
+        out=out,
         ssm_state_indices=state_indices if null_index <= 0 else state_indices.masked_fill(state_indices == null_index, 0),
         use_qk_l2norm_in_kernel=l2norm,
     )
-    return o[0]
+    return out[:, 0]
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
