@@ -1,9 +1,10 @@
 // matmul_fp16: a linear layer in float16, summed in float32 and rounded once.
 //
-// Up to 8 rows it is reading b, N K elements, at the rate of memory: gemm_stream.cuh. From there on cuBLASLt is at the
-// limit of memory or of the tensor cores already; what it cannot take (alignment), or where it is missing, goes to
-// gemm_hopper.cuh, gemm_tile.cuh or gemm_plain.cuh.
+// Up to 8 rows it is reading b, N K elements, at the rate of memory: gemm_few.cuh, or where that does not fit,
+// gemm_stream.cuh. From there on cuBLASLt is at the limit of memory or of the tensor cores already; what it cannot take
+// (alignment), or where it is missing, goes to gemm_hopper.cuh, gemm_tile.cuh or gemm_plain.cuh.
 #include "cublaslt.cuh"
+#include "gemm_few.cuh"
 #include "gemm_hopper.cuh"
 #include "gemm_plain.cuh"
 #include "gemm_stream.cuh"
@@ -12,6 +13,11 @@
 namespace {
 
 int few_rows(const Gemm& g, void* stream) {
+  const FewRows p = {(const f16*)g.x, (const f16*)g.w, (const f16*)g.bias, (f16*)g.out, g.x_stride, g.row_stride,
+                     g.positions, g.n, g.k};
+  bool done;
+  const int status = launch_few_rows(p, done, stream);
+  if (done) return status;
   if (ceil_div(g.n, 32) < 2 * sm_count()) return launch_stream<f16, f16, 1, 1, false, Source::kRows>(g, 1, stream);
   return launch_stream<f16, f16, 2, 1, false, Source::kRows>(g, 1, stream);
 }

@@ -45,6 +45,43 @@ __device__ inline QueryTile query_tile(const Attention& p, int64_t tile, int kv_
   return {low - 1, kv_head, int(first), int(here < 0 ? 0 : here < rows ? here : rows), int(length - count), begin};
 }
 
+// How many tiles of `rows` rows at the end of the numbers have none: they go last. One less where the last one is cut.
+__host__ __device__ inline int spare_tiles(const Attention& p, int rows) {
+  return p.rows * (p.heads / p.kv_heads) % rows ? 2 : 3;
+}
+// Which tile has the i-th turn: the last sequence's last goes first, as it sees most.
+__device__ inline unsigned tile_in_turn(const Attention& p, unsigned tiles, unsigned i, int rows) {
+  const unsigned spare = spare_tiles(p, rows);
+  return i + spare <= tiles ? tiles - spare - i : 2 * tiles - spare - i;
+}
+
+// The way of a thread through a tile's rows, `step` apart, by additions: a division per row costs more than its copy.
+class RowWalk {
+ public:
+  __device__ __forceinline__ RowWalk(const Attention& p, const QueryTile& tile, int row, int step)
+      : group_(p.group()), step_tokens_(step / group_), step_heads_(step % group_) {
+    token_ = (tile.first + row) / group_;
+    head_ = (tile.first + row) % group_;
+  }
+  __device__ __forceinline__ void next() {
+    token_ += step_tokens_;
+    head_ += step_heads_;
+    if (head_ >= group_) {
+      head_ -= group_;
+      ++token_;
+    }
+  }
+  template <class T> __device__ __forceinline__ const T* query(const Attention& p, const QueryTile& tile) const {
+    return (const T*)p.q + (tile.q_row + token_) * p.q_token + (tile.kv_head * group_ + head_) * p.q_head;
+  }
+  template <class T> __device__ __forceinline__ T* out(const Attention& p, const QueryTile& tile) const {
+    return (T*)p.out + ((tile.q_row + token_) * p.heads + tile.kv_head * group_ + head_) * p.size;
+  }
+
+ private:
+  int group_, step_tokens_, step_heads_, token_, head_;
+};
+
 // Keys [low, high) are what a tile's rows see; rows see all of [all_low, all_high).
 struct KeyRange {
   int low, high, all_low, all_high;
@@ -174,10 +211,14 @@ __device__ __forceinline__ void Rows::write(const Attention& p, const QueryTile&
     odd[h] = position[h] >= 0 && isfinite(weights) && (isnan(poison) || (nothing && position[h] < kFew));
   }
   __syncwarp();
-  for (int i = lane; i < 16 * kChunks; i += kWarp) {
-    const int r = first + i / kChunks, chunk = i % kChunks;
+  constexpr int kStep = kWarp / kChunks;
+  const int begin = first + lane / kChunks, chunk = lane % kChunks;
+  RowWalk walk(p, tile, begin, kStep);
+#pragma unroll 2
+  for (int i = 0; i < 16 / kStep; ++i, walk.next()) {
+    const int r = begin + i * kStep;
     if (r < tile.rows && chunk * 8 < p.size)
-      *(Pack<T, 8>*)(tile.out<T>(p, r) + chunk * 8) = *(const Pack<T, 8>*)(through + chunk_at<kTileRows>(r, chunk));
+      *(Pack<T, 8>*)(walk.out<T>(p, tile) + chunk * 8) = *(const Pack<T, 8>*)(through + chunk_at<kTileRows>(r, chunk));
   }
   __syncwarp();
 #pragma unroll
@@ -197,10 +238,12 @@ template <class T, int D, int kTileRows>
 __device__ __forceinline__ void copy_queries(const Attention& p, const QueryTile& tile, uint32_t to, int first,
                                              int rows, int thread, int threads) {
   constexpr int kChunks = D / 8;
-  for (int i = thread; i < rows * kChunks; i += threads) {
-    const int row = first + i / kChunks, chunk = i % kChunks;
+  const int step = threads / kChunks, chunk = thread % kChunks;
+  RowWalk walk(p, tile, first + thread / kChunks, step);
+  for (int i = thread / kChunks; i < rows; i += step, walk.next()) {
+    const int row = first + i;
     const bool real = row < tile.rows && chunk * 8 < p.size;
-    copy_async(to + chunk_at<kTileRows>(row, chunk), real ? tile.query<T>(p, row) + chunk * 8 : (const T*)p.q, real);
+    copy_async(to + chunk_at<kTileRows>(row, chunk), real ? walk.query<T>(p, tile) + chunk * 8 : (const T*)p.q, real);
   }
 }
 

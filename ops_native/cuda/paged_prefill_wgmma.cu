@@ -21,10 +21,11 @@ template <int D> struct Shape {
 // What is where in shared memory. Each stage of keys and of values has a barrier for "it is there" and one for "it is
 // used up".
 template <int D> struct Layout {
+  static constexpr int kQueryBytes = Shape<D>::kQueryBytes;
   uint32_t queries;
 
   __device__ explicit Layout(const void* memory) : queries((shared_address(memory) + 1023) / 1024 * 1024) {}
-  __device__ uint32_t keys(int tile) const { return queries + Shape<D>::kQueryBytes + stage(tile) * kBytes; }
+  __device__ uint32_t keys(int tile) const { return queries + kQueryBytes + stage(tile) * kBytes; }
   __device__ uint32_t values(int tile) const { return keys(tile) + kStages * kBytes; }
   __device__ uint32_t keys_there(int tile) const { return barriers() + stage(tile) * 32; }
   __device__ uint32_t keys_used(int tile) const { return keys_there(tile) + 8; }
@@ -35,7 +36,7 @@ template <int D> struct Layout {
  private:
   static constexpr int kBytes = Shape<D>::kKeyBytes;
   static __device__ int stage(int tile) { return tile % kStages; }
-  __device__ uint32_t barriers() const { return queries + Shape<D>::kQueryBytes + 2 * kStages * kBytes; }
+  __device__ uint32_t barriers() const { return queries + kQueryBytes + 2 * kStages * kBytes; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -75,12 +76,24 @@ __device__ __forceinline__ void copy_tiles(const Attention& p, const QueryTile& 
   wait_copies<0>();
 }
 
+// The two groups that multiply hand each other the tensor cores: one starts products while the other has weights to
+// compute, and they stay in step.
+constexpr int kTurnBarrier = 3;  // and 4
+__device__ __forceinline__ void wait_turn(int group) {
+  asm volatile("bar.sync %0, %1;" ::"r"(kTurnBarrier + group), "n"(kConsumers * kWarpgroup) : "memory");
+}
+__device__ __forceinline__ void give_turn(int group) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(kTurnBarrier + group), "n"(kConsumers * kWarpgroup) : "memory");
+}
+
 template <class T, int D>
 __device__ __forceinline__ void attend(const Attention& p, const QueryTile& tile, const KeyRange& range,
                                        const Layout<D>& at, uint8_t* queries) {
   constexpr int kKeys = Shape<D>::kKeys;
   const int group = threadIdx.x / kWarpgroup - 1, warp = threadIdx.x % kWarpgroup / kWarp, lane = threadIdx.x % kWarp;
   const int tiles = ceil_div(range.high - range.low, kKeys);
+  constexpr bool kTurns = D <= 128;
+  if (kTurns && group == 1) give_turn(0);
   copy_queries<T, D, kRows>(p, tile, at.queries, group * 64, 64, threadIdx.x % kWarpgroup, kWarpgroup);
   commit_copies();
   wait_copies<0>();
@@ -137,14 +150,17 @@ __device__ __forceinline__ void attend(const Attention& p, const QueryTile& tile
     if (higher) rows.fade_out(out);
     round_weights();
     if (++i == tiles) break;
+    if (kTurns) wait_turn(group);
     start_scores(i);
     start_values(i - 1);
+    if (kTurns) give_turn(1 - group);
     wait_wgmma<1>();
   }
   start_values(tiles - 1);
   wait_wgmma<0>();
   pin(out);
   sync_warpgroup(1 + group);
+  if (kTurns && group == 0) wait_turn(0);  // nobody leaves a barrier half full
   rows.template write<T, D, kRows>(p, tile, out, queries);
 }
 
@@ -154,12 +170,6 @@ template <class T, int D>
 __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_constant__ Attention p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t memory[];
-  const unsigned task = gridDim.x - 1 - blockIdx.x;
-  const QueryTile tile = query_tile(p, task / p.kv_heads, task % p.kv_heads, kRows);
-  if (tile.rows == 0) return;
-  const KeyRange range(p, tile);
-  if (range.high <= 0) return write_zeros<T>(p, tile, threadIdx.x, kThreads);
-
   const Layout<D> at(memory);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
@@ -169,6 +179,21 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
       init_barrier(at.values_used(i), kConsumers * 4);
     }
   }
+  // What is looked up first, one after the other, comes into the L2 cache at once. That is no read: the kernel before
+  // may still write it.
+  if (int(threadIdx.x) < p.sequences) {
+    const int sequence = threadIdx.x;
+    const int32_t* const wanted[] = {p.bounds + sequence, p.lengths + sequence, p.tables + sequence * p.table_row};
+#pragma unroll
+    for (const int32_t* one : wanted) asm volatile("prefetch.global.L2 [%0];" ::"l"(one) : "memory");
+  }
+  start_early();
+  const QueryTile tile = query_tile(p, tile_in_turn(p, gridDim.x / p.kv_heads, blockIdx.x / p.kv_heads, kRows),
+                                    blockIdx.x % p.kv_heads, kRows);
+  if (tile.rows == 0) return;
+  const KeyRange range(p, tile);
+  if (range.high <= 0) return write_zeros<T>(p, tile, threadIdx.x, kThreads);
+
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     give_registers<kCopyRegisters>();
@@ -183,8 +208,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
 }
 
 template <class T, int D> int prefill(const Attention& p, void* stream) {
-  return launch(prefill_kernel<T, D>, dim3(query_tiles(p, kRows) * p.kv_heads), dim3(kThreads), Shape<D>::kBytes,
-                stream, p);
+  return launch_early(prefill_kernel<T, D>, dim3(query_tiles(p, kRows) * p.kv_heads), dim3(kThreads), Shape<D>::kBytes,
+                      stream, p);
 }
 
 }  // namespace
