@@ -21,7 +21,17 @@ from shim.dispatch import Chain
 from shim.op import temporary
 from shim.policy import Policy
 from shim.providers import vllm_cuda
-from shim.providers.adapters import Adapters, absent, has_negatives, keep_states, once_per_batch, starting_states
+from shim.providers.adapters import (
+    Adapters,
+    _has_negatives,
+    absent,
+    covers,
+    has_negatives,
+    keep_states,
+    looked,
+    once_per_batch,
+    starting_states,
+)
 
 NAMES = {"torch", "vllm", "fla", "flashinfer"}
 BF16, F32, F16 = torch.bfloat16, torch.float32, torch.float16
@@ -240,13 +250,52 @@ def test_vllm_on_gpus_refuses_caches_of_different_strides():
     assert "end to end" in supports(torch.zeros(3, 8, 2).mT, key, *pages.unbind(1), slots)
 
 
-def test_vllm_on_gpus_raises_where_a_kernel_would_go_through_a_negative_index():
-    with pytest.raises(ValueError, match="no negative id"):
-        vllm_cuda._need_experts(torch.tensor([[0, -1]], dtype=torch.int32))
+def test_vllm_on_gpus_is_given_negative_ids_as_an_expert_that_is_elsewhere(monkeypatch):
+    """Its experts stand in as the reference, for ids that are none of the map's."""
+
+    def fused_experts(x, w1, w2, weights, ids, *, apply_router_weight_on_input, global_num_experts, expert_map):
+        assert int(ids.min()) >= 0 and global_num_experts == len(expert_map)
+        return shim.get("fused_moe").reference(x, w1, w2, None, weights, ids, expert_map, apply_router_weight_on_input)
+
+    name = "vllm.model_executor.layers.fused_moe.fused_moe"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(fused_experts=fused_experts))
+    for mapped in (False, True):
+        given = case("fused_moe", {"T": 5, "E": 4}, BF16).arguments("cpu", 0)
+        given["topk_ids"][2, 0] = -1
+        if mapped:
+            given["expert_map"] = torch.tensor([1, -1, 0, 2, -1, 3], dtype=torch.int32)
+        assert torch.equal(vllm_cuda.fused_moe(**given), shim.get("fused_moe").reference(**given))
+    align = vllm_cuda.adapters.ops["moe_align_block_size"]["supports"]
+    assert "no negative id" in align(torch.tensor([[0, -1]]), 16, 4) and align(torch.tensor([[0, 1]]), 16, 4) is True
+
+
+def test_vllm_on_gpus_starts_sequences_without_a_slot_from_nothing(monkeypatch):
+    def chunked(q, k, v, g, beta, *, initial_state, cu_seqlens, **_):
+        seen.append(initial_state)
+        return v, initial_state + 1
+
+    seen = []
+    monkeypatch.setattr(vllm_cuda, "_chunks", lambda cu_seqlens: (None, None))
+    monkeypatch.setattr(vllm_cuda, "_linear_attention", lambda: SimpleNamespace(chunk_gated_delta_rule=chunked))
     given = case("gdn_prefill", {"lengths": (5, 3)}, BF16).arguments("cpu", 0)
-    given["state_indices"][1] = -1
-    with pytest.raises(ValueError, match="no negative slot"):
-        vllm_cuda.gdn_prefill(**given)
+    given["state_indices"][1], given["has_initial_state"][:] = -1, True
+    before = given["state"].clone()
+    vllm_cuda.gdn_prefill(**given)
+    slot = int(given["state_indices"][0])
+    assert torch.equal(seen[0][0], before[slot].float()) and not seen[0][1].any()
+    before[slot] += 1
+    assert torch.equal(given["state"], before)
+
+
+def test_a_look_at_the_batch_is_known_to_calls_that_may_not_wait():
+    bounds = torch.tensor([0, 5, 9], dtype=torch.int32)
+    assert covers(bounds, 9) and not covers(bounds, 10) and not covers(bounds[:1], 0)
+    one, other = torch.tensor([-1]), torch.tensor([-2])
+    assert has_negatives(one)
+    assert looked(_has_negatives, one, None) is True and _has_negatives.knows(one)
+    assert not _has_negatives.knows(other)
+    one[0] = 3
+    assert not _has_negatives.knows(one)
 
 
 def decode_arguments():

@@ -109,6 +109,7 @@ def once_per_batch(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]
             known[tensor] = now, result
         return result
 
+    call.knows = lambda tensor: tensor in known and known[tensor][0] == tensor._version
     return call
 
 
@@ -116,16 +117,33 @@ def is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def has_negatives(indices: Tensor) -> bool:
-    """Whether an index is negative. A server's are trusted, and so are those of calls that may not wait for the device:
-    the look is the adapter's, not the kernel's."""
-    may_wait = not indices.is_cuda or not (is_captured(indices) or torch.cuda.get_sync_debug_mode())
-    return may_wait and not indices.is_inference() and _has_negatives(indices)
+def looked(look: Callable[[Tensor], Any], tensor: Tensor, unseen: Any) -> Any:
+    """What an adapter, and no kernel of its library, wants to know of a batch; `unseen` of a server's, which are trusted,
+    and of calls that may not wait for the device, unless it is known from before."""
+    if tensor.is_inference():
+        return unseen
+    may_wait = not tensor.is_cuda or not (is_captured(tensor) or torch.cuda.get_sync_debug_mode())
+    return look(tensor) if may_wait or look.knows(tensor) else unseen
 
 
 @once_per_batch
 def _has_negatives(indices: Tensor) -> bool:
     return bool((indices < 0).any())
+
+
+def has_negatives(indices: Tensor) -> bool:
+    """Whether an index is negative."""
+    return looked(_has_negatives, indices, False)
+
+
+@once_per_batch
+def _ends(bounds: Tensor) -> tuple[int, int]:
+    return int(bounds[0]), int(bounds[-1])
+
+
+def covers(cu_seqlens: Tensor, tokens: int) -> bool:
+    """Whether each of the tokens is of a sequence."""
+    return len(cu_seqlens) > 1 and looked(_ends, cu_seqlens, (0, tokens)) == (0, tokens)
 
 
 def starting_states(state: Tensor, slots: Tensor, has_initial_state: Tensor) -> Tensor:

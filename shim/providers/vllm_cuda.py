@@ -1,8 +1,9 @@
 """Provider `vllm` on GPUs: vLLM's CUDA and Triton kernels and its FlashAttention, called as vLLM (0.24) calls them.
 
-Where vLLM's convention leaves something open that the contract fixes (the rows of padding, what no block reaches), the
-adapter does not fill it in: outputs are allocated empty, as vLLM allocates them. Where a kernel would go through a
-negative index, which vLLM never passes, the adapter raises instead.
+What vLLM never passes is turned into what it has for that, where a look at the batch finds it: negative ids are those of
+an expert that is elsewhere, sequences without a slot start from nothing, and rows of no sequence are zeros. What else its
+convention leaves open (slots that no block of a grouped product reaches) is not filled in: outputs are allocated empty, as
+vLLM allocates them.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from shim.providers.adapters import (
     absent,
     any_of,
     build,
+    covers,
     has_negatives,
     is_captured,
+    keep_states,
     no_gpu,
     once_per_batch,
+    starting_states,
 )
 
 BUILD = build("vllm")
@@ -67,16 +71,14 @@ def topk_softmax(gating_output, topk, renormalize=True, correction_bias=None):
     return weights, ids
 
 
-def _need_experts(topk_ids: Tensor) -> None:
-    if has_negatives(topk_ids):
-        raise ValueError("vLLM's grouping of experts takes no negative id")
+def _supports_align(topk_ids, block_size, num_experts, expert_map=None):
+    return any_of((has_negatives(topk_ids), "vLLM's grouping of experts takes no negative id"))
 
 
-@adapters("moe_align_block_size", needs=_kernel("_moe_C", "moe_align_block_size"))
+@adapters("moe_align_block_size", supports=_supports_align, needs=_kernel("_moe_C", "moe_align_block_size"))
 def moe_align_block_size(topk_ids, block_size, num_experts, expert_map=None):
     from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_block_size as align
 
-    _need_experts(topk_ids)
     return align(
         topk_ids.contiguous(), block_size, num_experts, expert_map, pad_sorted_ids=True, ignore_invalid_experts=True
     )
@@ -132,6 +134,13 @@ def moe_sum(y, topk_ids=None):
     return out
 
 
+def _elsewhere(topk_ids: Tensor, expert_map: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
+    """Negative ids as those of one expert more, which no map has here: so vLLM leaves slots out."""
+    if expert_map is None:
+        expert_map = torch.arange(experts, dtype=torch.int32, device=topk_ids.device)
+    return topk_ids.where(topk_ids >= 0, len(expert_map)), torch.cat([expert_map, expert_map.new_full((1,), -1)])
+
+
 def _supports_moe(
     x, w1, w2, w3=None, topk_weights=None, topk_ids=None, expert_map=None, apply_router_weight_on_input=False
 ):
@@ -146,7 +155,8 @@ def fused_moe(
     """Format A is merged into format B, a copy."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
-    _need_experts(topk_ids)
+    if has_negatives(topk_ids):
+        topk_ids, expert_map = _elsewhere(topk_ids, expert_map, len(w1))
     return fused_experts(
         x.contiguous(),
         w1 if w3 is None else torch.cat([w1, w3], dim=1),
@@ -217,13 +227,14 @@ def gdn_prefill(
     """States are gathered and put back, as vLLM does around the kernels, which it never captures."""
     if is_captured(q):
         raise RuntimeError("vLLM plans a prefill on the host: it cannot be captured")
-    if has_negatives(state_indices):
-        raise ValueError("vLLM's prefill takes no negative slot")
     if not len(state_indices):
-        return torch.empty_like(v, memory_format=torch.contiguous_format)
-    slots = state_indices.long()
-    start = state[slots]
-    start[~has_initial_state] = 0
+        return torch.zeros_like(v, memory_format=torch.contiguous_format)
+    slots, some = state_indices.long(), has_negatives(state_indices)
+    if some:
+        start = starting_states(state, slots, has_initial_state)
+    else:
+        start = state[slots]
+        start[~has_initial_state] = 0
     packed = (x[None].contiguous() for x in (q, k, v, g, beta))
     indices, offsets = _chunks(cu_seqlens)
     o, final = _linear_attention().chunk_gated_delta_rule(
@@ -236,7 +247,10 @@ def gdn_prefill(
         chunk_offsets=offsets,
         use_qk_l2norm_in_kernel=l2norm,
     )
-    state[slots] = final.to(state.dtype)
+    if some:
+        keep_states(state, slots, final)
+    else:
+        state[slots] = final.to(state.dtype)
     return o[0]
 
 
@@ -320,7 +334,7 @@ def reshape_and_cache(key, value, key_cache, value_cache, slot_mapping):
     from vllm import _custom_ops as ops
 
     one = _one(key.device)
-    ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, "auto", one, one)
+    ops.reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping.contiguous(), "auto", one, one)
 
 
 @cache
@@ -334,30 +348,32 @@ def _needs_flash() -> str:
     return "" if _flash_version() else "this build of vLLM has no FlashAttention for this GPU"
 
 
-def _flash_takes(q: Tensor, key_cache: Tensor, alibi_slopes: Tensor | None) -> bool | str:
+def _flash_takes(q: Tensor, key_cache: Tensor, block_tables: Tensor, alibi_slopes: Tensor | None) -> bool | str:
     alibi = alibi_slopes is not None
     return any_of(
         (alibi and not _flash_version(alibi), "this build of vLLM has no FlashAttention 2, the one with ALiBi"),
         (q.dtype not in HALVES, "FlashAttention takes float16 and bfloat16"),
         (key_cache.shape[1] % 16 != 0, "vLLM's FlashAttention takes block sizes that are multiples of 16"),
         (q.shape[2] % 8 != 0, "vLLM's FlashAttention takes head sizes that are multiples of 8"),
+        (block_tables.stride(1) != 1, "vLLM's FlashAttention takes block tables contiguous in the last dimension"),
     )
 
 
 def _supports_paged_decode(
     q, key_cache, value_cache, block_tables, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    return _flash_takes(q, key_cache, alibi_slopes)
+    return _flash_takes(q, key_cache, block_tables, alibi_slopes)
 
 
 def _supports_paged_prefill(
     q, key_cache, value_cache, block_tables, cu_seqlens_q, seq_lens, scale, softcap=0.0, window=0, alibi_slopes=None
 ):
-    return _flash_takes(q, key_cache, alibi_slopes)
+    return _flash_takes(q, key_cache, block_tables, alibi_slopes)
 
 
 def _flash(q, caches, block_tables, bounds, longest, seq_lens, scale, softcap, window, alibi_slopes) -> Tensor:
-    """The longest context is taken from the width of the block table, so that nothing is read from the GPU."""
+    """The longest context is taken from the width of the block table, so that nothing is read from the GPU. Tokens of no
+    sequence are left as they are, which a server does not mind."""
     from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func
 
     return flash_attn_varlen_func(
@@ -373,7 +389,7 @@ def _flash(q, caches, block_tables, bounds, longest, seq_lens, scale, softcap, w
         softcap=softcap,
         alibi_slopes=alibi_slopes,
         block_table=block_tables,
-        out=torch.empty_like(q, memory_format=torch.contiguous_format),
+        out=torch.empty_like(q, memory_format=torch.contiguous_format) if covers(bounds, len(q)) else torch.zeros_like(q),
         fa_version=_flash_version(alibi_slopes is not None, q.shape[2]),
     )
 
