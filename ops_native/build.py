@@ -36,6 +36,7 @@ ARCHS = ("80", "86", "89", "90a", "100")  # of CUDA code, where nobody says
 PASSING = ("Killed", "No space left", "Cannot allocate memory", "out of memory")  # failures that may not come again
 
 _INCLUDE = re.compile(rb'^\s*#\s*include\s+"([^"]+)"', re.MULTILINE)
+_VERSION = re.compile(r"\d+\.\d+")
 _ERROR = re.compile(r"\berror\b|undefined reference|not found", re.IGNORECASE)
 _X86 = (
     ("avx2", ("-mavx2", "-mfma", "-mf16c")),
@@ -312,8 +313,10 @@ def _ninja() -> list[str]:
 
 @functools.cache
 def _version(command: tuple[str, ...]) -> str:
+    """The first line with a version in it: nvcc's first one has none."""
     run = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
-    return (run.stdout or run.stderr).strip().splitlines()[0] if run.stdout or run.stderr else "unknown"
+    lines = (run.stdout or run.stderr).strip().splitlines()
+    return next((line for line in lines if _VERSION.search(line)), lines[0] if lines else "unknown")
 
 
 def _hash(thing) -> str:

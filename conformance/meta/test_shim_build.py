@@ -10,6 +10,7 @@ import pytest
 
 from conformance.meta.scratch import script, tiny_spec
 from ops_native import build
+from ops_native.build import _version
 from ops_native.build import build as build_library
 from shim.errors import BuildError
 from shim.loading import examine
@@ -193,3 +194,16 @@ def test_objects_of_long_ago_are_removed(scratch):
         file.write("// edited\n")
     build_library(spec, scratch / "lib")
     assert not old.exists()
+
+
+def test_a_compiler_is_known_by_its_version_not_by_its_name(tmp_path):
+    tool = tmp_path / "tool"
+    for says, known in (
+        ("tool: NVIDIA (R) Cuda compiler driver\nCopyright\nCuda compilation tools, release 13.0, V13.0.88\n", "release 13.0"),
+        ("tool 12.2.0\nCopyright 2022\n", "tool 12.2.0"),
+        ("a tool without a number\n", "a tool without a number"),
+    ):
+        tool.write_text(f"#!/bin/sh\ncat <<EOF\n{says}EOF\n")
+        tool.chmod(0o755)
+        _version.cache_clear()
+        assert known in _version((str(tool),))
