@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import tempfile
@@ -46,6 +47,15 @@ def pytest_addoption(parser):
     group.addoption("--report-dir", default=None, help="write a JSON report per op and provider into this folder")
     group.addoption("--replay-dir", default=None, help="keep failures here (default: replay in the report's folder)")
     group.addoption("--case-timeout", type=float, default=None, help="seconds for one case (default: by level)")
+    group.addoption("--part", type=part, default=(1, 1), help="2/5: every 5th selected test, from the 2nd (after -k)")
+
+
+def part(words: str) -> tuple[int, int]:
+    """(which, of how many)"""
+    which, _, count = words.partition("/")
+    if not (which.isdecimal() and count.isdecimal() and 1 <= int(which) <= int(count)):
+        raise argparse.ArgumentTypeError(f"'{words}' is no part: the second of five is 2/5")
+    return int(which), int(count)
 
 
 def pytest_configure(config):
@@ -178,9 +188,14 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("device", "case"), cases, ids=[f"{device}-{case.id}" for device, case in cases])
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(trylast=True)  # when -k has chosen
+def pytest_collection_modifyitems(config, items):
     """Cases of the higher levels first: they take longest, and the end of a run should not wait for one."""
     items.sort(key=lambda item: -LEVELS.index(_parameters(item)["case"].level) if _parameters(item) else 0)
+    which, count = config.option.part
+    if count > 1:
+        config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % count != which - 1])
+        items[:] = items[which - 1 :: count]
 
 
 @pytest.fixture

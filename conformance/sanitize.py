@@ -1,12 +1,13 @@
 """The CUDA ops under NVIDIA's compute-sanitizer: the suite's cases, with every load and store of our kernels looked at.
 
     python -m conformance.sanitize                       memcheck and racecheck, level quick, every op
-    python -m conformance.sanitize --tool memcheck --op moe_sum --out OUT
+    python -m conformance.sanitize --tool memcheck --op moe_sum --seconds 600 --out OUT
 
-One process per op and tool, several at a time, as the tool slows a process down by an order of magnitude. Under memcheck
-each tensor has an allocation of its own, so that one beyond its end is beyond the allocation, too; what captures a graph
-cannot do without torch's cache, and is left to racecheck. A tool that finds nothing may be looking at nothing: so first
-it is given a kernel that reads beyond its input, and has to find that.
+The tool slows a process down by an order of magnitude, so an op's cases are spread over processes, several at a time; an
+op is clean under a tool when all its cases have ended. When the time is over, what has been found until then is told.
+Under memcheck each tensor has an allocation of its own, so that one beyond its end is beyond the allocation, too; what
+captures a graph cannot do without torch's cache, and is left to racecheck. A tool that finds nothing may be looking at
+nothing: so first it is given a kernel that reads beyond its input, and has to find that.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -26,70 +31,155 @@ from conformance.conform import end_session
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
+DEVICE = "cuda"
+CASES = 40  # of one process, at most: its start takes as long as some cases
+GRACE = 10.0  # seconds for a process whose time is over to write its sums
 OURS = "kns=_GLOBAL__N_"  # kernels are in anonymous namespaces
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-COUNTS = re.compile(r"(\d+) (passed|failed|skipped)")
+RECORD = re.compile(r"^========= (?!COMPUTE-SANITIZER|.*SUMMARY)\S", re.MULTILINE)  # the first line on a finding
+COUNTS = re.compile(r"^\d+ \w+(?:, \d+ \w+)* in [\d.]+s", re.MULTILINE)  # pytest's last line
+PROGRESS = re.compile(r"^([.sFE]+)(?: +\[ *\d+%\])?$", re.MULTILINE)
+LETTERS = {".": "passed", "s": "skipped", "F": "failed"}
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """On an op's cases under one tool. found: errors, or hazards; None: the tool did not come to its end."""
+class Part:
+    """What one process runs: the which-th part of an op's cases under one tool, so many cases."""
 
     op: str
     tool: str
-    found: int | None
-    counts: dict[str, int]
+    which: int
+    parts: int
+    cases: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of a process. found: errors, or hazards; summed: whether the tool came to its sum of them."""
+
+    found: int
+    summed: bool
+    said: str
+
+    def counts(self) -> Counter[str]:
+        """How many cases passed, failed, and were skipped: by pytest's sum, or what it printed on its way there."""
+        sums = COUNTS.findall(self.said)
+        if sums:
+            return Counter({what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped)", sums[-1])})
+        return Counter(LETTERS[one] for line in PROGRESS.findall(self.said) for one in line if one in LETTERS)
+
+
+@dataclass
+class Verdict:
+    """On an op's cases under one tool, added up over the processes that have run them."""
+
+    op: str
+    tool: str
+    cases: int
+    found: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    unsummed: int = 0  # processes in which the tool did not come to its sum
+    unbegun: int = 0  # cases for which there was no time
+
+    def add(self, part: Part, outcome: Outcome | None) -> None:
+        """None: there was no time for this part."""
+        if outcome is None:
+            self.unbegun += part.cases
+        else:
+            self.found += outcome.found
+            self.counts += outcome.counts()
+            self.unsummed += not outcome.summed
+
+    @property
+    def whole(self) -> bool:
+        return self.counts.total() == self.cases and not self.unsummed
 
     @property
     def clean(self) -> bool:
-        return self.found == 0 and self.counts.get("passed", 0) > 0 and not self.counts.get("failed")
+        return self.whole and self.found == 0 and self.counts["passed"] > 0 and not self.counts["failed"]
 
     def __str__(self) -> str:
-        words = "did not end" if self.found is None else f"{self.found} found"
-        cases = ", ".join(f"{count} {what}" for what, count in self.counts.items()) or "no case ended"
-        return f"{'PASS' if self.clean else 'FAIL'}  {self.tool:10} {self.op:22} {words:12} {cases}"
+        word = "PASS" if self.clean else "FAIL" if self.cases else "NONE"
+        return f"{word}  {self.tool:10} {self.op:22} {self._told()}"
+
+    def _told(self) -> str:
+        if self.unbegun == self.cases:
+            return f"not run: no time for its {self.cases} cases" if self.cases else "no case selected"
+        counts = ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
+        told = f"{self.found} found{'' if self.whole else ' so far'}, {self.counts.total()} of {self.cases} cases ended"
+        told += f" ({counts})" if counts else ""
+        told += f", {self.unbegun} not begun" if self.unbegun else ""
+        return told + (f"; processes without the tool's sum: {self.unsummed}" if self.unsummed else "")
 
 
 def checker() -> str:
-    beside = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"]
-    found = shutil.which("compute-sanitizer") or shutil.which(
-        "compute-sanitizer", path=os.pathsep.join(map(str, beside))
-    )
+    name, beside = "compute-sanitizer", Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
+    found = shutil.which(name) or shutil.which(name, path=beside)
     if not found:
         raise click.ClickException("compute-sanitizer is neither on the PATH nor in CUDA_HOME/bin: it comes with CUDA")
     return found
 
 
-def watched(tool: str, log: Path, command: list[str], seconds: float) -> tuple[int | None, str]:
-    """(how much the tool found, what the program said)."""
+def watched(tool: str, log: Path, command: list[str], seconds: float) -> Outcome:
+    """The program under the tool; when its time is over it is interrupted, and then killed with what it has started."""
     memory = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
     given = [checker(), "--tool", tool, "--kernel-name", OURS, "--print-limit", "50", "--log-file", str(log)]
-    child = subprocess.Popen(
-        [*given, sys.executable, *command],
-        cwd=ROOT,
-        env=os.environ | memory | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        said, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        end_session(child.pid)  # the tool, and the program under it
-        return None, child.communicate()[0]
-    sums = SUMMARY.findall(log.read_text() if log.exists() else "")
-    return (sum(int(errors or hazards) for errors, hazards in sums) if sums else None), said
+    log.unlink(missing_ok=True)
+    options = {"cwd": ROOT, "env": os.environ | memory | {"OMP_NUM_THREADS": "1"}, "start_new_session": True}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    child = subprocess.Popen([*given, sys.executable, *command], **options, **pipes)
+    for limit, then in ((seconds, interrupt), (GRACE, end_session), (None, None)):
+        try:
+            said, _ = child.communicate(timeout=limit)
+            break
+        except subprocess.TimeoutExpired:
+            then(child.pid)
+    logged = log.read_text(errors="replace") if log.exists() else ""
+    sums = SUMMARY.findall(logged)
+    found = sum(int(errors or hazards) for errors, hazards in sums) if sums else len(RECORD.findall(logged))
+    return Outcome(found, bool(sums), said)
 
 
-def check(op: str, tool: str, out: Path, level: str, expression: str, seconds: float) -> Verdict:
-    if tool == "memcheck":
-        expression = f"({expression}) and not graph_replay"
-    cases = ["-m", "pytest", "conformance/test_cases.py", "--device", "cuda", "--level", level, "--op", op]
-    quiet = ["-k", expression, "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "--no-header", "--no-summary"]
-    found, said = watched(tool, out / f"{op}.{tool}.log", [*cases, *quiet, "--case-timeout", str(seconds)], seconds)
-    (out / f"{op}.{tool}.txt").write_text(said)
-    return Verdict(op, tool, found, {what: int(count) for count, what in COUNTS.findall(said)})
+def interrupt(session: int) -> None:
+    """Python in it, not the tool: that sums up when the program under it has ended."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone, or another user's
+            if os.getsid(int(folder.name)) == session and os.path.samefile(folder / "exe", sys.executable):
+                os.kill(int(folder.name), signal.SIGINT)
+
+
+def suite(level: str, expression: str) -> list[str]:
+    cases = ["-m", "pytest", "conformance/test_cases.py", "--device", DEVICE, "--level", level, "-k", expression]
+    return [*cases, "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "--no-header", "--no-summary"]
+
+
+def selected(ops: list[str], level: str, expression: str) -> list[str]:
+    """The cases that these options select, by their ids."""
+    command = [sys.executable, *suite(level, expression), "--collect-only", *[f"--op={op}" for op in ops]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 5):  # 5: none
+        raise click.ClickException(f"no case was collected:\n{(done.stderr or done.stdout).strip()[-2000:]}")
+    return re.findall(rf"^\S+::test_case\[{DEVICE}-(.+)\]$", done.stdout, re.MULTILINE)
+
+
+def check(part: Part, out: Path, level: str, expression: str, end: float) -> Outcome | None:
+    """end: when it is interrupted, by time.monotonic(). None: there is no time left to begin."""
+    seconds = end - time.monotonic()
+    if seconds <= 0:
+        return None
+    chosen = f"({expression}) and not graph_replay" if part.tool == "memcheck" else expression
+    mine = [f"--op={part.op}", f"--part={part.which}/{part.parts}", f"--case-timeout={seconds}"]
+    log = out / f"{part.op}.{part.tool}.{part.which}.log"
+    outcome = watched(part.tool, log, [*suite(level, chosen), *mine], seconds)
+    log.with_suffix(".txt").write_text(outcome.said)
+    return outcome
+
+
+def split(verdict: Verdict) -> list[Part]:
+    """The work that a verdict, still empty, is to be on."""
+    count = -(-verdict.cases // CASES)
+    sizes = (len(range(which, verdict.cases, count)) for which in range(count))
+    return [Part(verdict.op, verdict.tool, which, count, size) for which, size in enumerate(sizes, start=1)]
 
 
 def misread() -> None:
@@ -114,26 +204,44 @@ def misread() -> None:
 @click.option("--tool", "tools", multiple=True, type=click.Choice(TOOLS), help="Only this one (default: both).")
 @click.option("--level", default="quick", show_default=True)
 @click.option("-k", "expression", default="not search", show_default=True, help="Which cases, as pytest's -k.")
-@click.option("--jobs", default=8, show_default=True, help="Processes at a time.")
-@click.option("--seconds", default=600.0, show_default=True, help="For each process.")
+@click.option("--jobs", default=8, show_default=True, type=click.IntRange(1), help="Processes at a time.")
+@click.option("--seconds", default=1800.0, show_default=True, type=click.FloatRange(30), help="For the whole run.")
 @click.option("--out", default="reports/sanitize", show_default=True, type=click.Path(path_type=Path))
 def main(ops, tools, level, expression, jobs, seconds, out) -> None:
     import opshim  # noqa: F401 - registers every op
     import shim
 
+    end = time.monotonic() + seconds - GRACE
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored here, as after &, it would be in pytest, too
+    if wrong := set(ops) - set(shim.names()):
+        raise click.BadParameter(f"{', '.join(wrong)} is no op; there are {', '.join(shim.names())}")
+    ops, out = ops or shim.names(), out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    found, said = watched("memcheck", out.resolve() / "control.log", ["-m", "conformance.sanitize", "misread"], seconds)
-    if not found:
-        raise click.ClickException(f"memcheck did not find a read beyond a tensor that was put there:\n{said[-2000:]}")
-    print(f"memcheck finds what was put there for it ({found} errors)", flush=True)
-    wanted = [(op, tool) for tool in tools or TOOLS for op in ops or shim.names()]
+    cases, verdicts = selected(ops, level, expression), {}
+    for tool in tools or TOOLS:
+        counts = Counter(case.partition("-")[0] for case in cases if tool != "memcheck" or "graph_replay" not in case)
+        verdicts |= {(op, tool): Verdict(op, tool, counts[op]) for op in ops}
+    # First a part of each op, those of many parts before others, as they go on longest.
+    parts = sorted((one for verdict in verdicts.values() for one in split(verdict)), key=lambda p: (p.which, -p.parts))
+    if not parts:
+        raise click.ClickException(f"no case selected: -k '{expression}' at level {level}")
+    misreading = ["-m", "conformance.sanitize", "misread"]
+    control = watched("memcheck", out / "control.log", misreading, end - time.monotonic())
+    if not (control.summed and control.found):
+        raise click.ClickException(f"memcheck did not find a read beyond a tensor, put there:\n{control.said[-2000:]}")
+    print(f"memcheck finds what was put there for it ({control.found} errors)", flush=True)
+    print(f"{sum(p.cases for p in parts)} cases in {len(parts)} processes, {jobs} at a time", flush=True)
     with ThreadPoolExecutor(jobs) as pool:
-        running = [pool.submit(check, *one, out.resolve(), level, expression, seconds) for one in wanted]
-        verdicts = []
-        for one in running:
-            verdicts.append(one.result())
-            print(verdicts[-1], flush=True)
-    sys.exit(not all(one.clean for one in verdicts))
+        running = {pool.submit(check, part, out, level, expression, end): part for part in parts}
+        waiting = Counter((part.op, part.tool) for part in parts)
+        for one in as_completed(running):
+            of = running[one].op, running[one].tool
+            verdicts[of].add(running[one], one.result())
+            waiting[of] -= 1
+            if not waiting[of]:
+                print(verdicts[of], flush=True)
+    print(*(f"{verdict}\n" for verdict in verdicts.values() if not verdict.cases), sep="", end="")
+    sys.exit(not all(verdict.clean for verdict in verdicts.values()))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,36 @@
 """`python -m conformance.sanitize`: what it makes of the tool's words, told by a stand-in that says them."""
 
+import argparse
+import sys
+import time
+from pathlib import Path
+
 import pytest
 from click.testing import CliRunner
 
 from conformance import sanitize
+from conformance.selection import Selection
 
 WORDS = {
-    "clean": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo '7 passed, 2 skipped in 3 s'",
-    "errors": "echo '========= ERROR SUMMARY: 4 errors' > $L; echo '7 passed in 3 s'",
-    "hazards": "echo '========= RACECHECK SUMMARY: 2 hazards displayed (2 errors, 0 warnings)' > $L; echo '7 passed'",
-    "failing": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo '1 failed, 6 passed in 3 s'",
-    "nothing run": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo 'no tests ran'",
-    "killed": "echo '========= COMPUTE-SANITIZER' > $L; sleep 60",
+    "clean": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo '7 passed, 2 skipped in 3.00s'",
+    "errors": "echo '========= ERROR SUMMARY: 4 errors' > $L; echo '9 passed in 3.00s'",
+    "hazards": "echo '========= RACECHECK SUMMARY: 2 hazards displayed (2 errors)' > $L; echo '9 passed in 3.00s'",
+    "failing": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo '1 failed, 8 passed in 3.00s'",
+    "not all": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo '8 passed in 3.00s'",
+    "nothing run": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo 'no tests ran in 3.00s'",
+    "broken": "echo '========= COMPUTE-SANITIZER' > $L; echo '9 passed in 3.00s'",
+    "killed": """printf '========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes
+=========     at kernel\n' > $L; printf '..s.F'; sleep 60""",
 }
+PYTEST = """
+import time
+print("..s", end="", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("!!! KeyboardInterrupt !!!\\n2 passed, 1 skipped in 3.00s")
+"""
+WORDS["interrupted"] = f"{sys.executable} -c '{PYTEST}'; {WORDS['clean'].partition(';')[0]}"
 
 
 @pytest.fixture
@@ -29,24 +47,108 @@ def tool(tmp_path, monkeypatch):
     return make
 
 
+def checked(tmp_path, cases=9, seconds=3.0):
+    """The verdict on one part."""
+    verdict = sanitize.Verdict("moe_sum", "memcheck", cases)
+    part = sanitize.Part("moe_sum", "memcheck", 1, 1, cases)
+    verdict.add(part, sanitize.check(part, tmp_path, "quick", "not search", time.monotonic() + seconds))
+    return str(verdict)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ("clean", "PASS  memcheck   moe_sum                0 found      7 passed, 2 skipped"),
-        ("errors", "FAIL  memcheck   moe_sum                4 found      7 passed"),
-        ("hazards", "FAIL  memcheck   moe_sum                2 found      7 passed"),
-        ("failing", "FAIL  memcheck   moe_sum                0 found      1 failed, 6 passed"),
-        ("nothing run", "FAIL  memcheck   moe_sum                0 found      no case ended"),
-        ("killed", "FAIL  memcheck   moe_sum                did not end  no case ended"),
+        ("clean", "PASS  memcheck   moe_sum                0 found, 9 of 9 cases ended (7 passed, 2 skipped)"),
+        ("errors", "FAIL  memcheck   moe_sum                4 found, 9 of 9 cases ended (9 passed)"),
+        ("hazards", "FAIL  memcheck   moe_sum                2 found, 9 of 9 cases ended (9 passed)"),
+        ("failing", "FAIL  memcheck   moe_sum                0 found, 9 of 9 cases ended (1 failed, 8 passed)"),
+        ("not all", "FAIL  memcheck   moe_sum                0 found so far, 8 of 9 cases ended (8 passed)"),
+        ("nothing run", "FAIL  memcheck   moe_sum                0 found so far, 0 of 9 cases ended"),
     ],
 )
 def test_only_a_run_that_ended_and_found_nothing_is_clean(tool, tmp_path, words, told):
     tool(WORDS[words])
-    assert str(sanitize.check("moe_sum", "memcheck", tmp_path, "quick", "not search", 3.0)) == told
+    assert checked(tmp_path) == told
 
 
-def test_a_tool_that_misses_what_was_put_there_is_not_believed(tool, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("interrupted", "0 found so far, 3 of 9 cases ended (2 passed, 1 skipped)"),
+        (
+            "killed",
+            "1 found so far, 5 of 9 cases ended (1 failed, 3 passed, 1 skipped); processes without the tool's sum: 1",
+        ),
+        ("broken", "0 found so far, 9 of 9 cases ended (9 passed); processes without the tool's sum: 1"),
+    ],
+)
+def test_what_was_done_counts_when_the_time_is_over(tool, tmp_path, monkeypatch, words, told):
+    monkeypatch.setattr(sanitize, "GRACE", 3.0 if words == "interrupted" else 0.2)
+    tool(WORDS[words])
+    assert checked(tmp_path, seconds=2.0) == f"FAIL  memcheck   moe_sum                {told}"
+
+
+def test_a_tool_that_misses_what_was_put_there_is_not_believed(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanitize, "selected", lambda *given: ["moe_sum-sizes-T4-f32"])
     tool(WORDS["clean"])
     done = CliRunner().invoke(sanitize.main, ["--op", "moe_sum", "--out", str(tmp_path)])
     assert done.exit_code == 1
-    assert "did not find a read beyond a tensor that was put there" in done.output
+    assert "did not find a read beyond a tensor, put there" in done.output
+
+
+@pytest.fixture
+def told(tool, tmp_path, monkeypatch):
+    """told(ids, *options): (exit code, lines) of a run on these cases, of which each process finds all to be well."""
+
+    def run(ids, *options):
+        control = "[[ $* == *misread* ]] && { echo 'ERROR SUMMARY: 1 error' > $L; exit; }"
+        tool(f"{control}\necho 'ERROR SUMMARY: 0 errors' > $L; echo $PASSED passed in 3.00s")
+        monkeypatch.setattr(sanitize, "selected", lambda *given: ids)
+        done = CliRunner().invoke(sanitize.main, ["--tool", "memcheck", "--out", str(tmp_path), *options])
+        return done.exit_code, done.output.splitlines()[1:]
+
+    return run
+
+
+def test_the_parts_of_an_op_are_added_up(told, monkeypatch):
+    monkeypatch.setenv("PASSED", "30")
+    ids = [f"moe_sum-sizes-T{tokens}-f32" for tokens in range(90)] + ["moe_sum-graph_replay-f32"]
+    assert told(ids, "--op", "moe_sum") == (
+        0,
+        [
+            "90 cases in 3 processes, 8 at a time",
+            "PASS  memcheck   moe_sum                0 found, 90 of 90 cases ended (90 passed)",
+        ],
+    )
+
+
+def test_an_op_without_a_selected_case_is_told_and_not_clean(told, monkeypatch):
+    monkeypatch.setenv("PASSED", "1")
+    code, lines = told(["moe_sum-sizes-T4-bf16"], "--op", "moe_sum", "--op", "moe_align_block_size")
+    assert (code, lines[-1]) == (1, "NONE  memcheck   moe_align_block_size   no case selected")
+    assert told([], "--op", "moe_sum", "-k", "odd")[0] == 1
+
+
+def test_what_has_not_begun_in_time_is_not_run(tool, tmp_path):
+    assert checked(tmp_path, seconds=0) == "FAIL  memcheck   moe_sum                not run: no time for its 9 cases"
+    verdict = sanitize.Verdict("moe_sum", "memcheck", 90)
+    for part, words in zip(sanitize.split(verdict), ("30 passed in 3.00s", "30 passed in 3.00s", None), strict=True):
+        verdict.add(part, words and sanitize.Outcome(0, True, words))
+    assert str(verdict).endswith("0 found so far, 60 of 90 cases ended (60 passed), 30 not begun")
+
+
+def test_a_part_is_every_nth_of_what_is_selected(monkeypatch):
+    cases = [case.id for _, case in Selection.make(["moe_sum"]).cases()]
+    chosen = [case for case in cases if "odd_n" in case and "f32" in case]
+    suite = sanitize.suite
+    monkeypatch.setattr(sanitize, "DEVICE", "cpu")
+    monkeypatch.setattr(sanitize, "suite", lambda *given: [*suite(*given), "--part", "2/3"])
+    assert sanitize.selected(["moe_sum"], "quick", "odd_n and f32") == chosen[1::3] != []
+
+
+@pytest.mark.parametrize("words", ["", "2", "0/5", "6/5", "1/0", "-1/5", "a/b", "1/2/3"])
+def test_what_is_no_part_is_wrong_usage(words, pytestconfig):
+    suite = pytestconfig.pluginmanager.get_plugin(str(Path(sanitize.ROOT) / "conftest.py"))
+    assert suite.part("2/5") == (2, 5)
+    with pytest.raises(argparse.ArgumentTypeError, match="is no part: the second of five is 2/5"):
+        suite.part(words)
