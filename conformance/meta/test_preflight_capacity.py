@@ -173,6 +173,7 @@ def test_ranks_of_a_cpu_need_nodes_or_cores(look, monkeypatch, tmp_path):
     (tmp_path / "node0").mkdir()
     monkeypatch.setattr(preflight, "NODES", tmp_path)
     stops(look("-tp", "2")[1], "device", "--tensor-parallel-size 2 needs as many NUMA nodes, here are 1")
+    stops(look("--distributed-executor-backend", "ray")[1], "device", "no ranks of a CPU under Ray")
     free(look("-tp", "2", environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})[1])
     (tmp_path / "node1").mkdir()
     free(look("-tp", "2")[1])

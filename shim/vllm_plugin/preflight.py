@@ -70,6 +70,9 @@ def device(plan: Plan) -> Iterator[Finding]:
     if plan.device == "cpu":
         yield Finding("device", f"{found.name}, {found.facts['isa']}, {found.facts['cores']} cores, {plan.memory}")
         ranks, nodes = capacity.whole(plan.options, 1, *TENSOR), len(list(NODES.glob("node[0-9]*"))) or 1
+        if plan.options.get("--distributed-executor-backend") == "ray":
+            text = "vLLM runs no ranks of a CPU under Ray: leave --distributed-executor-backend out, or give mp"
+            yield Finding("device", text, code=USAGE)
         bound = plan.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
         if ranks > nodes and not bound and plan.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") == "0":
             text = f"--tensor-parallel-size {ranks} needs as many NUMA nodes, here are {nodes}, or to be told the cores"
