@@ -1,8 +1,12 @@
 """`runner.py bench` says what stands in its way before it measures anything; its plots and tables."""
 
+import json
 import os
 import re
+import sys
+from pathlib import Path
 
+import click
 import pytest
 
 import shim
@@ -66,15 +70,44 @@ def test_a_plot_has_a_mark_for_each_time_where_it_stands():
     assert f'cx="{left + plot.WIDTH / 2:.1f}"' in plot.over_reference([one], ["native"])
 
 
-def test_the_best_of_each_side_is_compared_end_to_end():
-    shim = {"ready_s": 100.0, "compiled_late": 0, "tokens_per_s": [1.0, 9.0], "tokens_per_s_of_one": [4.0]}
-    stock = {"ready_s": 200.0, "compiled_late": 6, "tokens_per_s": [6.0, 2.0], "tokens_per_s_of_one": [5.0]}
-    shim["first_token_ms"], stock["first_token_ms"] = [9.0, 2.0], [4.0]
+def test_both_sides_are_compared_round_by_round_end_to_end():
+    shim = {"ready_s": 100.0, "compiled_late": 0, "tokens_per_s": [1.0, 9.0, 8.0], "tokens_per_s_of_one": [4.0]}
+    stock = {"ready_s": 200.0, "compiled_late": 6, "tokens_per_s": [2.0, 6.0, 4.0], "tokens_per_s_of_one": [5.0]}
+    shim["first_token_ms"], stock["first_token_ms"] = [9.0, 2.0], [4.0, 4.0]
     lines = end_to_end.table({"shim": shim, "stock": stock}).splitlines()[2:]
     assert [line.split(" | ")[1:] for line in lines] == [
         ["100.0", "200.0", "0.50 |"],
         ["0", "6", "0.00 |"],
-        ["9", "6", "1.50 |"],
+        ["8 (9)", "4 (6)", "1.50 (0.50 to 2.00) |"],
         ["4", "5", "0.80 |"],
-        ["2.0", "4.0", "0.50 |"],
+        ["5.5 (2.0)", "4.0 (4.0)", "1.38 (0.50 to 2.25) |"],
     ]
+
+
+ENGINE = """
+import json, os, sys
+if os.environ.get("OPSHIM_POLICY", "stock") == sys.argv[1]:
+    sys.exit("no such model")
+print(json.dumps({"ready_s": 1.0, "process": os.getpid()}), flush=True)
+for _ in sys.stdin:
+    print("JIT compilation during inference", file=sys.stderr, flush=True)
+    print(json.dumps({"tokens_per_s": 2.0, "tokens_per_s_of_one": 3.0, "first_token_ms": 4.0}), flush=True)
+"""
+
+
+def test_end_to_end_takes_turns_and_ends_both_sides(monkeypatch, tmp_path):
+    monkeypatch.setattr(end_to_end, "ENGINE", [sys.executable, "-c", ENGINE])
+    monkeypatch.setattr(end_to_end, "REST", 0.0)
+    assert list(end_to_end.turns(3)) == ["shim", "stock", "stock", "shim", "shim", "stock"]
+    found = end_to_end.compare(["none"], 2, 60.0, tmp_path, tmp_path)
+    assert [one["tokens_per_s"] for one in found.values()] == [[2.0, 2.0]] * 2
+    assert [one["compiled_late"] for one in found.values()] == [2, 2]
+    assert not any(Path(f"/proc/{one['process']}").exists() for one in found.values())
+
+
+def test_end_to_end_shows_the_log_of_a_side_that_fails(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(end_to_end, "ENGINE", [sys.executable, "-c", ENGINE])
+    with pytest.raises(click.ClickException, match="^stock ended with code 1; .*/stock.log:\nno such model"):
+        end_to_end.compare(["stock"], 2, 60.0, tmp_path, tmp_path)
+    shim = json.loads(capsys.readouterr().err.removeprefix("shim: "))
+    assert not Path(f"/proc/{shim['process']}").exists()

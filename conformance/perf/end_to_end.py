@@ -1,22 +1,31 @@
-"""vLLM with opshim and without, one after the other: how long it takes to start, and what it answers in a second.
+"""vLLM with opshim and without, in turns: how long it takes to start, and what it answers in a second.
 
     python -m conformance.perf.end_to_end --json OUT.json                            on a GPU: layers of real size
     python -m conformance.perf.end_to_end --model models/opshim-tiny --requests 4 --tokens-in 64 --tokens-out 16
 
-Without a model, one of eight layers of Qwen3.5-35B-A3B's sizes is made up (dummy weights). Each of the two is a process
-of its own with empty compile caches. Every request is measured several times, as the first ones meet what is compiled
-late, and hosts are noisy.
+Without a model, one of eight layers of Qwen3.5-35B-A3B's sizes is made up (dummy weights). Each of the two is an engine
+of its own with empty compile caches. They start one after the other, the second while the first is idle in memory, and
+then measure round by round (shim, stock, stock, shim, ...): a host whose speed changes within minutes changes it for
+both, and what counts is the ratio of a round. The first round of each meets what is compiled late. An idle engine takes
+next to no time from the other: its processes block, workers that are processes of their own (on CPUs) a second after
+their last step, which is why each round begins with a rest.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from itertools import count, islice
 from pathlib import Path
+from select import select
+from statistics import median
 
 import click
 
@@ -27,6 +36,10 @@ SIDES = {
     "shim": {"OPSHIM_POLICY": "strict", "VLLM_USE_FLASHINFER_SAMPLER": os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0")},
     "stock": {"VLLM_PLUGINS": ""},
 }
+ENGINE = [sys.executable, "-m", "conformance.perf.end_to_end", "measure"]
+REST = 1.5  # seconds before each round: vLLM's SpinCondition spins for one
+SHARE = 0.4  # of the GPU's memory, for each engine
+PATIENCE = 30.0  # seconds that an engine has for its end
 LATE = "JIT compilation during inference"  # what vLLM says of a kernel that is compiled after the start
 REAL = {
     "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16,
@@ -45,8 +58,13 @@ def made_up(folder: Path) -> Path:
     return folder
 
 
-def measure(model: str, requests: int, tokens_in: int, tokens_out: int, times: int) -> dict:
-    """In the process that is measured, which began at OPSHIM_BEGAN."""
+def measure(model: str, requests: int, tokens_in: int, tokens_out: int) -> None:
+    """In the process that is measured, which began at OPSHIM_BEGAN: an answer once it is ready and one to each line.
+
+    Answers are lines of JSON on the stdout that it began with; what vLLM prints there joins stderr.
+    """
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     from vllm import LLM, SamplingParams
 
     dummy = not list(Path(model).glob("*.safetensors"))
@@ -57,42 +75,103 @@ def measure(model: str, requests: int, tokens_in: int, tokens_out: int, times: i
         skip_tokenizer_init=True,
         max_model_len=2 * (tokens_in + tokens_out),
         max_num_seqs=requests,
+        gpu_memory_utilization=SHARE,
         additional_config={"gdn_prefill_backend": "triton"},  # of vLLM's own, the one that nvcc need not compile first
     )
-    ready = time.time() - float(os.environ["OPSHIM_BEGAN"])
+    ready = {"ready_s": time.time() - float(os.environ["OPSHIM_BEGAN"])}
+    fresh = count()  # no prompt comes twice: some versions of vLLM would find it in the prefix cache
 
-    def seconds(count: int, out: int) -> float:
-        prompts = [[(7 * k + 13 * i) % 1000 + 3 for i in range(tokens_in)] for k in range(count)]
+    def seconds(several: int, out: int) -> float:
+        prompts = [[(7 * k + 13 * i) % 1000 + 3 for i in range(tokens_in)] for k in islice(fresh, several)]
         greedy = SamplingParams(max_tokens=out, temperature=0, ignore_eos=True, detokenize=False)
         begun = time.perf_counter()
         llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
         return time.perf_counter() - begun
 
-    return {
-        "ready_s": ready,
-        "tokens_per_s": [requests * tokens_out / seconds(requests, tokens_out) for _ in range(times)],
-        "tokens_per_s_of_one": [tokens_out / seconds(1, tokens_out) for _ in range(times)],
-        "first_token_ms": [1e3 * seconds(1, 1) for _ in range(times)],
-    }
+    print(json.dumps(ready), file=answers, flush=True)
+    for _ in sys.stdin:
+        figures = {
+            "tokens_per_s": requests * tokens_out / seconds(requests, tokens_out),
+            "tokens_per_s_of_one": tokens_out / seconds(1, tokens_out),
+            "first_token_ms": 1e3 * seconds(1, 1),
+        }
+        print(json.dumps(figures), file=answers, flush=True)
 
 
-def side(name: str, given: list[str], folder: Path, timeout: float) -> dict:
-    """What measure() finds with opshim or without, and what vLLM said meanwhile: in FOLDER/NAME.log."""
-    caches = {cache: str(folder / name / cache.lower()) for cache in CACHES}
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("OPSHIM_P")}
-    environment |= caches | SIDES[name] | {"OPSHIM_BEGAN": str(time.time()), "VLLM_NO_USAGE_STATS": "1"}
-    out, log = folder / f"{name}.json", folder / f"{name}.log"
-    with log.open("w") as words:
-        command = [sys.executable, "-m", "conformance.perf.end_to_end", "measure", str(out), *given]
-        how = {"stdout": words, "stderr": subprocess.STDOUT, "timeout": timeout}
-        done = subprocess.run(command, check=False, cwd=ROOT, env=environment, **how)
-    if done.returncode:
-        raise click.ClickException(f"{name} ended with code {done.returncode}; {log}:\n{log.read_text()[-3000:]}")
-    return json.loads(out.read_text()) | {"compiled_late": log.read_text().count(LATE)}
+class Side:
+    """An engine with opshim or without, in a session of its own. Should this process be killed, it ends by EOF."""
+
+    def __init__(self, name: str, given: list[str], caches: Path, log: Path, timeout: float):
+        self.name, self.log, self.timeout = name, log, timeout
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("OPSHIM_P")}
+        environment |= {cache: str(caches / cache.lower()) for cache in CACHES} | SIDES[name]
+        environment |= {"OPSHIM_BEGAN": str(time.time()), "VLLM_NO_USAGE_STATS": "1"}
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # without a GPU: GiB
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
+        with log.open("w") as words:
+            how = {"cwd": ROOT, "env": environment, "stderr": words, "start_new_session": True}
+            self.child = subprocess.Popen([*ENGINE, *given], **pipes, **how)
+
+    def end(self) -> None:
+        """With time for what vLLM has in shared memory to be removed."""
+        self.child.stdin.close()
+        with suppress(ProcessLookupError):  # once nobody is left of the session
+            try:
+                os.killpg(self.child.pid, signal.SIGTERM)
+                until = time.monotonic() + PATIENCE
+                while time.monotonic() < until:
+                    self.child.poll()
+                    os.killpg(self.child.pid, 0)
+                    time.sleep(0.1)
+            finally:
+                os.killpg(self.child.pid, signal.SIGKILL)
+        self.child.wait()
+
+    def answer(self) -> dict:
+        """The next one, or what was wrong with the end of the log."""
+        why, until = f"had no answer within {self.timeout:.0f} s", time.monotonic() + self.timeout
+        while time.monotonic() < until:
+            heard, _, _ = select([self.child.stdout], [], [], 1.0)
+            if heard and (line := self.child.stdout.readline()):
+                return json.loads(line)
+            if heard or self.child.poll() is not None:  # the latter as a process that it leaves may hold the pipe
+                with suppress(subprocess.TimeoutExpired):
+                    why = f"ended with code {self.child.wait(PATIENCE)}"
+                break
+        raise click.ClickException(f"{self.name} {why}; {self.log}:\n{self.log.read_text()[-3000:]}")
+
+    def round(self) -> dict:
+        with suppress(BrokenPipeError):  # then there is no answer
+            self.child.stdin.write(b"round\n")
+        return self.answer()
+
+
+def turns(rounds: int) -> Iterator[str]:
+    """Whose turn it is: who was first in a round is second in the next."""
+    for one in range(rounds):
+        yield from list(SIDES)[:: -1 if one % 2 else 1]
+
+
+def compare(given: list[str], rounds: int, timeout: float, folder: Path, logs: Path) -> dict[str, dict]:
+    """What both sides find, and how often vLLM said LATE meanwhile: in LOGS/NAME.log."""
+    sides, found = {}, {}
+    with ExitStack() as ending:
+        for name in SIDES:
+            sides[name] = Side(name, given, folder / name, logs / f"{name}.log", timeout)
+            ending.callback(sides[name].end)
+            found[name] = sides[name].answer()
+            print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
+        for name in turns(rounds):
+            time.sleep(REST)
+            figures = sides[name].round()
+            print(f"{name}: {json.dumps(figures)}", file=sys.stderr, flush=True)
+            for key, value in figures.items():
+                found[name].setdefault(key, []).append(value)
+    return {name: one | {"compiled_late": sides[name].log.read_text().count(LATE)} for name, one in found.items()}
 
 
 def table(found: dict[str, dict]) -> str:
-    """Of each figure the best, as hosts only ever make it worse, and shim over stock."""
+    """Of each figure the median and, as hosts only ever make it worse, the best; and shim over stock by rounds."""
     words = {
         "ready_s": ("ready, s after the process began", min, "{:.1f}"),
         "compiled_late": ("kernels compiled after that", min, "{:.0f}"),
@@ -100,11 +179,20 @@ def table(found: dict[str, dict]) -> str:
         "tokens_per_s_of_one": ("output tokens/s, one request", max, "{:.0f}"),
         "first_token_ms": ("time to first token, ms", min, "{:.1f}"),
     }
-    lines = ["| best of each | shim | stock | ratio |", "|---|---:|---:|---:|"]
+    lines = ["| median (best) of the rounds | shim | stock | shim/stock in a round: median (range) |"]
+    lines += ["|---|---:|---:|---:|"]
     for key, (what, best, shape) in words.items():
-        shim, stock = (best(value) if isinstance(value := found[name][key], list) else value for name in SIDES)
-        lines.append(f"| {what} | {shape.format(shim)} | {shape.format(stock)} | {f'{shim / stock:.2f}' if stock else ''} |")
+        shim, stock = (value if isinstance(value := found[name][key], list) else [value] for name in SIDES)
+        ratios = [one / other for one, other in zip(shim, stock, strict=True) if other]
+        cells = [_cell(shape, values, best(values)) for values in (shim, stock)]
+        cells += [_cell("{:.2f}", ratios, min(ratios), max(ratios)) if ratios else ""]
+        lines.append(f"| {what} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cell(shape: str, values: list[float], *beside: float) -> str:
+    more = f" ({' to '.join(map(shape.format, beside))})" if len(values) > 1 else ""
+    return shape.format(median(values)) + more
 
 
 @click.command()
@@ -112,17 +200,16 @@ def table(found: dict[str, dict]) -> str:
 @click.option("--requests", default=64, show_default=True, help="At once.")
 @click.option("--tokens-in", default=1024, show_default=True)
 @click.option("--tokens-out", default=128, show_default=True)
-@click.option("--times", default=4, show_default=True, help="Measurements of each kind.")
-@click.option("--timeout", default=900.0, show_default=True, help="Seconds for each side.")
+@click.option("--times", default=6, show_default=True, type=click.IntRange(1), help="Rounds of each side.")
+@click.option("--timeout", default=900.0, show_default=True, help="Seconds for a side's start and for each round.")
+@click.option("--keep-logs", type=click.Path(file_okay=False, path_type=Path), help="vLLM's logs stay in this folder.")
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Write all measurements here.")
-def main(model, requests, tokens_in, tokens_out, times, timeout, out) -> None:
-    with tempfile.TemporaryDirectory(prefix="opshim-end-to-end-") as name:
-        folder = Path(name)
-        given = [model or str(made_up(folder)), *map(str, (requests, tokens_in, tokens_out, times))]
-        found = {}
-        for one in SIDES:
-            found[one] = side(one, given, folder, timeout)
-            print(f"{one}: {json.dumps(found[one])}", file=sys.stderr, flush=True)
+def main(model, requests, tokens_in, tokens_out, times, timeout, keep_logs, out) -> None:
+    with tempfile.TemporaryDirectory(prefix="opshim-end-to-end-", ignore_cleanup_errors=True) as name:
+        folder, logs = Path(name), keep_logs or Path(name)
+        logs.mkdir(parents=True, exist_ok=True)
+        given = [model or str(made_up(folder)), *map(str, (requests, tokens_in, tokens_out))]
+        found = compare(given, times, timeout, folder, logs)
     print(table(found))
     if out:
         sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out, "model": model or REAL}
@@ -131,7 +218,8 @@ def main(model, requests, tokens_in, tokens_out, times, timeout, out) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        result, path, *sizes = sys.argv[2:]
-        Path(result).write_text(json.dumps(measure(path, *map(int, sizes))))
+        path, *sizes = sys.argv[2:]
+        measure(path, *map(int, sizes))
     else:
+        signal.signal(signal.SIGTERM, lambda which, _: sys.exit(128 + which))  # not without ending both sides
         main()
