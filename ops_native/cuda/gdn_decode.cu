@@ -10,7 +10,7 @@
 //            follow each other through memory, as a copy does. The larger the batch, the more, as gates and norms are
 //            paid for less often. All that a warp reads is asked for at once, but for the state, whose slot must be
 //            known.
-//   lines    any other K in whole lines of 16 values: a warp takes its rows one after the other.
+//   lines    else K in whole lines of 16 values: a warp takes its rows one after the other.
 //   general  anything else: a warp per row of the state.
 #include "gdn.cuh"
 

@@ -11,6 +11,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 #define OPSHIM(name) __attribute__((visibility("default"))) opshim_##name
 
@@ -112,15 +115,28 @@ __device__ __forceinline__ void start_early() {
   let_next_start();
 }
 
+// Lets the kernel have so much shared memory on the current device. It may need more than the 48 KB, static memory
+// included, that every kernel has. The limit only rises, as another thread may be between this and its launch.
+inline cudaError_t allow_shared(const void* kernel, size_t shared) {
+  if (shared <= 32 * 1024) return cudaSuccess;
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, size_t> allowed;
+  int device = 0;
+  cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  size_t& most = allowed[{kernel, device}];
+  if (shared <= most) return cudaSuccess;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+  if (error == cudaSuccess) most = shared;
+  return error;
+}
+
 template <class... Parameters, class... Arguments>
 int launch_with(bool early, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, void* stream,
                 Arguments... arguments) {
   if (grid.x == 0 || grid.y == 0 || grid.z == 0) return kOk;
-  if (shared > 32 * 1024) {  // it may need more than the 48 KB, static memory included, that every kernel has
-    const cudaError_t error =
-        cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
-    if (error != cudaSuccess) return status_of(error);
-  }
+  const cudaError_t error = allow_shared((const void*)kernel, shared);
+  if (error != cudaSuccess) return status_of(error);
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;

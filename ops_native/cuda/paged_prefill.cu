@@ -118,6 +118,7 @@ extern "C" int OPSHIM(paged_prefill)(
   OnDevice on(device);
   if (size > kMaxSize) return kBadArgument;
   if (tokens == 0 || heads == 0) return kOk;
+  if (table_width == 0) tables = bounds, table_row = 0;  // nothing is read from it, but it is fetched towards the L2 cache
   const Attention p = attention(q, keys, values, tables, bounds, lengths, slopes, out, tokens, sequences, heads,
                                 kv_heads, size, block_size, table_row, q_token, q_head, k_block, k_token, k_head,
                                 v_block, v_token, v_head, scale, softcap, window);

@@ -45,14 +45,11 @@ __device__ inline QueryTile query_tile(const Attention& p, int64_t tile, int kv_
   return {low - 1, kv_head, int(first), int(here < 0 ? 0 : here < rows ? here : rows), int(length - count), begin};
 }
 
-// How many tiles of `rows` rows at the end of the numbers have none: they go last. One less where the last one is cut.
-__host__ __device__ inline int spare_tiles(const Attention& p, int rows) {
-  return p.rows * (p.heads / p.kv_heads) % rows ? 2 : 3;
-}
-// Which tile has the i-th turn: the last sequence's last goes first, as it sees most.
+// Which tile has the i-th turn: the last sequence's last goes first, as it sees most. The tiles at the end of the
+// numbers, which have no rows, go last: two, or one where the last one that has some is cut.
 __device__ inline unsigned tile_in_turn(const Attention& p, unsigned tiles, unsigned i, int rows) {
-  const unsigned spare = spare_tiles(p, rows);
-  return i + spare <= tiles ? tiles - spare - i : 2 * tiles - spare - i;
+  const unsigned last = tiles - (p.rows * (p.heads / p.kv_heads) % rows ? 2 : 3);
+  return i <= last ? last - i : tiles + last - i;
 }
 
 // The way of a thread through a tile's rows, `step` apart, by additions: a division per row costs more than its copy.

@@ -2,9 +2,10 @@
 // (arXiv:2407.08608).
 //
 // Bound by arithmetic: 4 size flops per query row and key. A block is three warpgroups. One copies tiles of keys and
-// values out of their pages, two stages of each. The other two own 64 query rows each and never wait for one another:
-// while one computes weights, the other's products run, and each starts the scores of the next keys before it adds up
-// the values of the last, so that its own tensor cores need not wait for its weights either.
+// values out of their pages, two stages of each. The other two own 64 query rows each: while one computes weights, the
+// other's products run, for which they take turns up to a size of 128 (beyond, products take long enough). Each starts
+// the scores of the next keys before it adds up the values of the last, so that its own tensor cores need not wait for
+// its weights either.
 #include "attention_wgmma.cuh"
 #include "paged_prefill.cuh"
 
