@@ -151,6 +151,26 @@ def no_length(arguments):
     arguments["q"][-2:] = NAN
 
 
+def rows_before(arguments):
+    """Rows of q before the first sequence are as those after the last."""
+    q = arguments["q"]
+    return {"q": torch.cat([torch.full_like(q[:5], NAN), q]), "cu_seqlens_q": arguments["cu_seqlens_q"] + 5}
+
+
+def one_in_eight(arguments):
+    """Of many sequences seven in eight are padding: references take their time for each of the others."""
+    padding = torch.arange(len(arguments["seq_lens"])) % 8 != 3
+    arguments["seq_lens"][padding] = 0
+    arguments["q"][padding] = NAN
+
+
+def no_tables(arguments):
+    """Padding alone, and tables without a column."""
+    arguments["seq_lens"][:] = 0
+    arguments["q"][:] = NAN
+    return {"block_tables": arguments["block_tables"][:, :0]}
+
+
 def nan_query(arguments):
     arguments["q"][1, 2, 5] = NAN
 
@@ -332,6 +352,17 @@ DECODES = [
     *wrong(DECODE, "negative_softcap", "softcap", lambda c: -1.0),
 ]  # fmt: skip
 
+# cuda/paged_prefill_wgmma.cu takes 128 query rows (tokens times heads of a group) at once, of two groups of warps that
+# take turns up to D of 128, and 128 keys, or 64 where D is 256: LONG has several tiles of either.
+LONG = {"HQ": 4, "HK": 2, "D": 128, "new": (130,), "prefix": (500,)}
+TILE_FORMS = (*FORMS, {"window": 200})
+MANY = [ONE | {"new": (1,) * 400, "prefix": tuple(n % 41 for n in range(400))}]
+
+
+def tiles(kind, sizes, change=None, dtypes=HALVES):
+    return table(PREFILL, kind, sizes, change, dtypes, "standard")
+
+
 PREFILLS = [
     *table(PREFILL, "lengths", [ONE | {"new": (n,), "prefix": (0,)} for n in (1, 2, 15, 31, 33, 63, 64, 65, 97, 300)],
            dtypes=F32),
@@ -347,6 +378,23 @@ PREFILLS = [
     *case.table(PREFILL, "block_ids", [{"op": PREFILL, "ids": FAR, "new": (28, 100), "prefix": (100, 0)}
                                        | {"HQ": 2, "BS": 8, "D": 16}], HALVES[1:], make=far_blocks),
     *table(PREFILL, "sizes_large", [{"new": (512,), "prefix": (p,), "BS": 544} for p in (0, 2048)], level="standard"),
+    *tiles("key_tiles", [{"HQ": 4, "HK": 2, "D": d, "new": (n,), "prefix": (p,)} for d in (64, 80, 96, 128, 256)
+                         for n, p in ((1, 127), (1, 128), (20, 236), (20, 237), (130, 500))]),
+    *tiles("query_tiles", [{"HQ": hq, "HK": 1, "D": 128, "new": new, "prefix": (70,) * len(new)} for hq, new in
+                           ((2, (64,)), (2, (65,)), (2, (64, 64)), (2, (64, 65)), (1, (127, 128, 129)))]),
+    *tiles("query_tiles_of_groups", [{"HQ": hq, "HK": 1, "D": 128, "new": (200,), "prefix": (60,)} for hq in (3, 5)]),
+    *tiles("tiles_forms", [LONG | form for form in TILE_FORMS]),
+    *tiles("tiles_unused_nan", [LONG | form for form in ({}, *TILE_FORMS)], unused_nan, HALVES[1:]),
+    *tiles("tiles_before_window_gone", [LONG | {"window": w} for w in (20, 200)], before_window_gone),
+    *tiles("tiles_nan_value", [LONG], at_token("value_cache", NAN, 7)),
+    *tiles("tiles_nan_value_of_all", [LONG], at_token("value_cache", NAN, 300)),
+    *tiles("tiles_inf_value", [LONG], at_token("value_cache", -INF, 129)),
+    *tiles("tiles_nan_key", [LONG], at_token("key_cache", NAN, 7)),
+    *tiles("tiles_nan_query", [LONG], nan_query),
+    *tiles("many_sequences", MANY, one_in_eight),
+    *table(PREFILL, "many_sequences_whole", MANY, dtypes=HALVES[:1], level="exhaustive"),
+    *tiles("rows_before_the_first", [LONG, SMALL], rows_before),
+    *tiles("no_tables", [SMALL | {"new": (3, 1), "prefix": (0, 0)}], no_tables),
     *wrong(PREFILL, "bounds_short", "cu_seqlens_q", lambda t: t[1:]),
     *wrong(PREFILL, "bounds_dtype", "cu_seqlens_q", lambda t: t.long()),
     *wrong(PREFILL, "head_count", "q", lambda t: t[0]),

@@ -188,11 +188,11 @@ def every_other_row(arguments):
     return changed
 
 
-def misaligned(arguments):
-    """Every floating-point tensor starts one element into a buffer."""
+def misaligned(arguments, names=None):
+    """Every floating-point tensor, or those named, starts one element into a buffer."""
     changed = {}
     for name, x in arguments.items():
-        if isinstance(x, torch.Tensor) and x.is_floating_point():
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and (names is None or name in names):
             buffer = x.new_full((x.numel() + 1,), NAN)
             changed[name] = buffer[1:].view(x.shape).copy_(x)
     return changed
@@ -312,6 +312,59 @@ DECODE = [
     *decode("sizes_large", [{"B": 32, "H": 4, "HV": 8, "K": 128, "V": 128}], level="standard"),
     *decode("a_dtype", change=lambda x: {"a": x["a"].double()}, dtypes=F32, raises="a"),
     *decode("heads", change=lambda x: {"A_log": x["A_log"][1:]}, dtypes=F32, raises="A_log"),
+]
+
+# cuda/gdn_decode.cu has K of 128: a block takes 16 rows of a head's state in one visit; in two (V of whole 32s) and four
+# (whole 64s) from 4 and 24 blocks of one visit per multiprocessor on: with 132, from 528 and 3168. HV 4, V 64 come to 16
+# blocks per row of the batch, HV 8, V 96 to 48 (never four visits); V of 48 and 80 are no whole 32s, V of 72 no whole 16s.
+BIG = {"H": 2, "HV": 4, "K": 128, "V": 64}
+VISITS = [{"B": b} | BIG for b in (5, 33, 198)]
+GRID = [{"B": b, "HV": hv, "H": 1, "K": 128, "V": 16} for b, hv in ((65535, 1), (65536, 1), (1, 65536))]  # along y and z
+
+
+def in_turn(generator, device, dtype, B, HV, **sizes):
+    """Rows or heads that are 499 in turn, as to draw so many would take longest; slots for 8 rows at either end."""
+    few = example("gdn_decode", generator, device, dtype, B=min(B, 499), HV=min(HV, 499), **sizes)
+    row, head = (torch.arange(count, device=device) for count in (B, HV))
+    rows, heads = row % 499, head % 499
+    full = {name: few[name][rows[:, None], heads] for name in ("v", "a", "b")} | {"state": few["state"][:16][:, heads]}
+    full |= {name: few[name][rows] for name in ("q", "k")} | {name: few[name][heads] for name in ("A_log", "dt_bias")}
+    return full | {"state_indices": torch.where(row < 8, row, torch.where(row < B - 8, -1, row - B + 16)).int()}
+
+
+def mostly_padding(arguments):
+    """Slots for 8 rows at either end, in a pool of these alone: the judge's work grows with the pool."""
+    indices = arguments["state_indices"]
+    indices[8:-8] = -1
+    used = indices >= 0
+    indices[used] = 1 + indices[used].argsort().argsort().int()
+    return {"state": arguments["state"][: int(used.sum()) + 2]}
+
+
+def visits(kind, change=None, sizes=VISITS, dtypes=BF16):
+    return decode(kind, sizes, each(mostly_padding, *[change] * bool(change)), dtypes, level="standard")
+
+
+DECODE += [
+    *decode("visits", [{"B": b} | BIG for b in (32, 33)], level="standard"),
+    *decode("visits", [{"B": b} | BIG for b in (197, 198)], dtypes=BF16, level="exhaustive"),
+    *visits("visits_mostly_padding", sizes=[{"B": b} | BIG for b in (197, 198)], dtypes=FLOATS),
+    *visits("visits_of_96", sizes=[{"B": b} | BIG | {"HV": 8, "V": 96} for b in (11, 66)]),
+    *visits("visits_odd", sizes=[{"B": 140} | BIG | {"HV": 8, "V": v} for v in (48, 80)]),
+    *visits("visits_small", sizes=[{"B": 3} | BIG | {"V": v} for v in (16, 32, 72)], dtypes=FLOATS),
+    *visits("visits_padding", padding_rows(-1)),
+    *visits("visits_null_slot", padding_rows(0)),
+    *visits("visits_state_in_act", state_in_act, dtypes=FLOATS[1:]),
+    *visits("visits_every_other_row", every_other_row),
+    *visits("visits_nan_state", nan_in_state),
+    *visits("visits_nan_query", put("q", NAN, 1, 0, 7)),
+    *visits("visits_nan_key", put("k", NAN, 1, 0, 7)),
+    *visits("visits_nan_value", put("v", NAN, 1, 1, 3)),
+    *visits("visits_gate_reset", put("A_log", INF)),
+    *visits("visits_misaligned", lambda x: misaligned(x, ("q", "k")), dtypes=FLOATS),
+    *case.table("gdn_decode", "grid_rows", GRID[:2], BF16, "standard", in_turn),
+    *(replace(one, device="cuda") for one in
+      case.table("gdn_decode", "grid_heads", GRID[2:], BF16, "exhaustive", in_turn, memory=12 << 30)),
 ]
 
 BOTH = [

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 
 from conformance.case import FLOATS
-from conformance.cases.gated_delta_net import INF, NAN, nan_in_unused_slots
+from conformance.cases.gated_delta_net import BIG, INF, NAN, nan_in_unused_slots
 from conformance.properties.roles import Roles, Route, back, rows_alone, rows_shuffled, shuffled, take
 
 HEADS = {"H": 1, "HV": 2, "K": 64, "V": 64}
@@ -319,7 +319,7 @@ def horizon(name, count, level, dtypes=FLOATS, **sizes):
 DECODE = Roles(
     "gdn_decode",
     sizes=({"B": 5} | HEADS,),
-    busy={"B": 60, "H": 4, "HV": 8, "K": 32, "V": 32},
+    busy={"B": 33} | BIG,  # two visits
     residues=[{"B": 3 + k % 9, "K": k, "V": 83 - k, "H": 1, "HV": 2} for k in WIDTHS],
     all_residues=[{"B": 3, "K": k, "V": 272 - k, "H": 1, "HV": 1} for k in range(16, 257)],
     prepare=padding_rows,
@@ -334,6 +334,7 @@ DECODE = Roles(
         Route("identities", "reset_forgets", from_zero, prepare=put("A_log", INF)),
         horizon("steps", 500, "quick"),
         horizon("thousands_of_steps", 5000, "standard"),
+        horizon("steps_of_128", 300, "standard", BF16, K=128, V=128),
         horizon("thousands_of_steps_state_in_act", 3000, "standard", BF16, state_dtype=BF16[0]),
     ),
 )

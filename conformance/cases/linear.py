@@ -61,13 +61,23 @@ def transposed(name):
     return lambda arguments: {name: arguments[name].t().contiguous().t()}
 
 
-def misaligned(arguments):
-    changed = {}
-    for name in ("a", "b"):
-        buffer = arguments[name].new_full((arguments[name].numel() + 1,), NAN)
-        buffer[1:] = arguments[name].flatten()
-        changed[name] = buffer[1:].view(arguments[name].shape)
-    return changed
+def misaligned(*names):
+    """At an address that is aligned to nothing but the element."""
+
+    def change(arguments):
+        changed = {}
+        for name in names:
+            buffer = arguments[name].new_full((arguments[name].numel() + 1,), NAN)
+            buffer[1:] = arguments[name].flatten()
+            changed[name] = buffer[1:].view(arguments[name].shape)
+        return changed
+
+    return change
+
+
+def repeated(name):
+    """Rows at a distance of 0: one row again and again."""
+    return lambda arguments: {name: arguments[name][:1].expand(len(arguments[name]), -1)}
 
 
 def nan_values(arguments):
@@ -121,6 +131,32 @@ def to(dtype, *names):
     return lambda arguments: {name: arguments[name].to(dtype) for name in names}
 
 
+def in_turn(generator, device, dtype, N, **sizes):
+    """N weights that are 499 in turn: to draw so many would take longer than all else."""
+    arguments = example(OP, generator, device, dtype, N=499, **sizes)
+    return take(arguments, torch.arange(N, device=device) % 499, "b", "bias")
+
+
+# cuda/gemm_few.cuh has up to 8 rows, K from 2048 on: a block per 16 weights, each with all its copies under way at once,
+# for as many as a GPU has multiprocessors (132: N to 2112) and K to 4096; from two blocks of 32 weights per
+# multiprocessor on (N from 8417), blocks that take these in turn, where shared memory has room for all of a.
+FEW = [
+    {"M": m, "N": n, "K": k, "bias": True}
+    for n, k in ((1, 2048), (17, 2048), (33, 3072), (2097, 2056), (2112, 4096))
+    for m in (2, 3, 5, 7, 8)
+]
+BORDERS = [
+    {"M": m, "N": n, "K": k} for m in (1, 8, 9) for n in (2112, 2113) for k in (2040, 2048, 2056, 3080, 4096, 4104)
+]
+MANY = [
+    {"M": m, "N": n, "K": k, "bias": True}
+    for m in (1, 3, 8)
+    for n in (8416, 8417, 8449, 12673)
+    for k in (2040, 2048, 2056, 3080)
+]
+ROOM = [{"M": m, "N": 8417, "K": k} for m, k in ((1, 32768), (1, 32776), (4, 7168), (4, 7176))]  # it ends there
+BOTH = [{"M": 5, "N": n, "K": 2056} for n in (2101, 8450)]
+
 CASES = [
     *table("sizes", [{"M": m, "N": n, "K": k} for m in (1, 2, 4, 5, 16, 33) for n, k in ((64, 64), (128, 256))]),
     *table("sizes", [{"M": m, "N": 2048, "K": 4096} for m in (1, 16, 256)], level="standard"),
@@ -144,13 +180,24 @@ CASES = [
     *table("padded_matrices", [{"M": 24}], padded_matrices),
     *table("transposed_a", [{"M": 24}], transposed("a")),
     *table("transposed_b", [{"M": 24}], transposed("b")),
-    *table("repeated_row", [{"M": 24}], lambda arguments: {"a": arguments["a"][:1].expand(24, -1)}),
-    *table("misaligned", [{"M": m, "N": 33, "K": 65} for m in (1, 24)], misaligned),
+    *table("repeated_row", [{"M": 24}], repeated("a")),
+    *table("misaligned", [{"M": m, "N": 33, "K": 65} for m in (1, 24)], misaligned("a", "b")),
     *table("nan", [{"M": m} for m in (3, 24, 40)], nan_values),
     *table("infinite", [{"M": m} for m in (4, 24, 40)], infinities),
     *table("overflow", [{"M": m, "K": 512} for m in (4, 24)], overflowing),
     *table("largest_values", [{"M": m} for m in (4, 24)], largest),
     *table("subnormals", [{"M": m} for m in (4, 24)], subnormal),
+    *table("few_rows", FEW, level="standard"),
+    *table("few_rows_borders", BORDERS, level="standard"),
+    *case.table(OP, "few_rows_many_weights", MANY, HALF, "exhaustive", in_turn),
+    *case.table(OP, "few_rows_shared_memory", ROOM, HALF, "exhaustive", in_turn, memory=6 << 30),
+    *table("few_rows_strided", BOTH, apart("a"), level="standard"),
+    *table("few_rows_strided_weights", BOTH, apart("b"), level="standard"),
+    *table("few_rows_repeated_row", BOTH, repeated("a"), level="standard"),
+    *table("few_rows_repeated_weights", BOTH, repeated("b"), level="standard"),
+    *table("few_rows_misaligned_bias", [size | {"bias": True} for size in BOTH], misaligned("bias"), level="standard"),
+    *table("few_rows_nan", BOTH, nan_values, level="standard"),
+    *table("few_rows_infinite", BOTH, infinities, level="standard"),
     *table("other_dtypes", [{"bias": b} for b in (False, True)], dtypes=(torch.float32, torch.bfloat16)),
     *table("mixed_dtypes", [{}], to(torch.float32, "b"), raises="b"),
     *table("mixed_dtypes_of_a", [{}], to(torch.bfloat16, "a"), raises="b"),
@@ -190,7 +237,11 @@ def unit_weights(arguments):
 ROLES = [
     Roles(
         OP,
-        sizes=({"M": 7, "N": 40, "K": 48, "bias": True}, {"M": 1, "N": 33, "K": 64}),
+        sizes=(
+            {"M": 7, "N": 40, "K": 48, "bias": True},
+            {"M": 1, "N": 33, "K": 64},
+            {"M": 7, "N": 2101, "K": 2048, "bias": True},  # a fast kernel's
+        ),
         busy={"M": 70, "N": 500, "K": 700},
         large=({"M": 4104, "N": 2**19, "K": 8}, lambda arguments, rows: take(arguments, rows, "a")),
         residues=[{"M": 1 + k % 9, "N": 67 - k, "K": k} for k in range(1, 67)]

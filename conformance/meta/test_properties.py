@@ -13,7 +13,7 @@ from conformance.selection import Selection
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 EVERY = {"canary", "unwritten", "inputs_unchanged", "strided", "misaligned", "determinism", "every_residue"}
-CUDA = {"graph_replay", "stream", "no_sync"}
+CUDA = {"graph_replay", "stream", "no_sync", "chain"}
 
 
 def find(op, kind, name="", dtype=F32):

@@ -8,7 +8,7 @@ and the mutants treat it as any other. Cases are made from an op's `Roles` (`rol
     repeats   determinism                                                                 rule 5
     routes    permutation, composition, batch_invariance, identities, long_horizon
     residues  every_residue
-    cuda      graph_replay, stream, no_sync                                               rule 8, on CUDA only
+    cuda      graph_replay, stream, no_sync, chain                                        rule 8, on CUDA only
 
 Rule 7 is a kind of the case tables: "empty", for every op. Bitwise or within the error budget: where either is right,
 a case passes and its findings say which.

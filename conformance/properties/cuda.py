@@ -10,11 +10,12 @@ from torch import Tensor
 from conformance.case import Case
 from conformance.compare import Finding
 from conformance.memory import WRONG
-from conformance.properties.roles import Arguments, Roles
+from conformance.properties.roles import Arguments, Results, Roles, floats
 from conformance.properties.trial import Trial, case, clones, differences
 from conformance.run import Ended, results_of, told
 
 BUSY = 50_000_000  # clock cycles, some 30 ms
+CHAIN = (3, 50)  # calls: few, as by many a value may end as 0 or NaN
 
 
 def cases(roles: Roles) -> list[Case]:
@@ -22,6 +23,11 @@ def cases(roles: Roles) -> list[Case]:
         case(roles, kind, check, roles.sizes[0], dtype, device="cuda")
         for dtype in roles.dtypes
         for kind, check in (("graph_replay", replayed(roles, dtype)), ("stream", stream), ("no_sync", no_sync))
+    ] + [
+        case(roles, "chain", check, sizes, dtype, {"by": by}, device="cuda")
+        for sizes in (*roles.sizes, roles.busy)
+        for dtype in roles.dtypes
+        for by, check in (("calls", chain_of_calls), ("graph_replay", chain_in_graph))
     ]
 
 
@@ -86,6 +92,57 @@ def no_sync(trial: Trial) -> list[Finding]:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
     return [Finding("call", "synchronises", WRONG, text="returned when its stream was idle")] if waited else []
+
+
+def chain_of_calls(trial: Trial) -> list[Finding]:
+    """Call upon call without a pause, each on what the last one gave: the bits of calls that are waited for one by one.
+    A kernel may be started while the one before it runs (programmatic dependent launch), and must wait for its results.
+    """
+    return chained(trial, lambda count, arguments: links(trial, count, arguments), "without a pause")
+
+
+def chain_in_graph(trial: Trial) -> list[Finding]:
+    def replayed_links(count, arguments):
+        graph = torch.cuda.CUDAGraph()
+        with telling("under graph capture"), torch.cuda.graph(graph):
+            results = links(trial, count, arguments)
+        graph.replay()
+        torch.cuda.synchronize()  # while the graph is there
+        return results
+
+    return chained(trial, replayed_links, "in one graph")
+
+
+def chained(trial: Trial, run, how: str) -> list[Finding]:
+    excuse_references(trial)
+    trial.call(trial.fresh())  # refusals; and whatever a first call sets up
+    for count in CHAIN:
+        expected = links(trial, count, trial.fresh(), torch.cuda.synchronize)
+        arguments = trial.fresh()
+        torch.cuda.synchronize()
+        results = run(count, arguments)
+        torch.cuda.synchronize()
+        found = differences(results, expected, "order", f"{count} calls {how}")
+        if found:
+            return found
+    return [Finding(name) for name in expected]
+
+
+def links(trial: Trial, count: int, arguments: Arguments, after=lambda: None) -> Results:
+    """Results of the last of so many calls. What the op writes in place is its next input, and so is its output, in place
+    of the first argument of that dtype that is no larger; its memory is soon another's, as it is between layers.
+    """
+    function, op = trial.target.function, trial.target.op
+    for _ in range(count):
+        results = results_of(op, function(**arguments), arguments)
+        after()
+        first = next((value for name, value in results.items() if name not in op.mutates), None)
+        for name in floats(arguments) if first is not None else ():
+            old = arguments[name]
+            if name not in op.mutates and old.dtype == first.dtype and 0 < old.numel() <= first.numel():
+                arguments = arguments | {name: first.flatten()[: old.numel()].view(old.shape)}
+                break
+    return results
 
 
 def excuse_references(trial: Trial) -> None:
