@@ -10,10 +10,10 @@ may round intermediates to the activation dtype too, r of them (`ROUNDED`): U = 
 arithmetic adds, which depends on the inputs (cancellation, long sums); plain shows how much, as its error beyond half
 an ulp. Per row of n elements, with noise as seen in plain:
 
-    worst element   |error_i|  <=  3 ulp_i + 6 U + 8 max(noise)
-    whole row       rms(error)  <=  3 (1 + 1/sqrt(n)) U + 8 rms(noise)
-    its scale       |error . exact| / |exact|  <=  eps/2 |exact| + 7 U + 8 |noise|
-    a value lost    0 stands only for what is below 8 (max(noise) + float32 eps max|exact| + excess), where excess is
+    worst element   |error_i|  <=  3 ulp_i + 6 U + 12 max(noise)
+    whole row       rms(error)  <=  3 (1 + 1/sqrt(n)) U + 12 rms(noise)
+    its scale       |error . exact| / |exact|  <=  eps/2 |exact| + 7 U + 12 |noise|
+    a value lost    0 stands only for what is below 12 (max(noise) + float32 eps max|exact| + excess), where excess is
                     how far the rms error of the row's other elements goes beyond 1.2 u
 
 Why these constants. Independent roundings come to U in rms, a few times that on short rows, and 6 U + 3 ulp is over six
@@ -21,8 +21,9 @@ sigma of one element. Such errors have no direction, so a row that is wrong by a
 6 sqrt(n) u in bfloat16 (8 times that in float16) where 7 U + 2.5 sqrt(n) u are granted, the second for one scalar of
 the row (a router weight) rounded: convicted from 16 elements on. Subnormals add half an ulp each: a row of them may all
 be rounded to 0. A lost element differs by 100% of itself, yet may be small: hence the last line. Where the exact row is
-representable (a copy, a cleared row), U is 0 in the first line. The factor 8 on noise is for another order of summation
-(the delta rule in chunks has 4 times the noise of the recurrence).
+representable (a copy, a cleared row), U is 0 in the first line. The factor 12 on noise
+is for another order of summation (the delta rule in chunks has 4 times the noise of the recurrence), and for exponentials
+of fewer digits than the plain ones: torch's attention on CPUs without AVX-512 came to 9 times the noise on 4,000 keys.
 
 A short row may show no noise by luck. Before it convicts, the judge hears more witnesses: the float64 reference with
 every input moved by about one float32 eps at random, eight times over, as one alone may be as lucky: what that moves the
@@ -46,7 +47,7 @@ ELEMENT_ROUNDINGS = 6.0
 ROW_ROUNDINGS = 3.0
 SCALE_ROUNDINGS = 7.0
 OWN_ROUNDING = 1.2
-NOISE_FACTOR = 8.0
+NOISE_FACTOR = 12.0
 WITNESSES = 8
 BEYOND_LUCK = 1e4  # times the budget
 BEYOND_WORDS = 1e6  # times the budget, which may be next to nothing where exact is 0: more digits say no more
