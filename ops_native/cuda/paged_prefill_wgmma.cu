@@ -22,11 +22,10 @@ template <int D> struct Shape {
 // What is where in shared memory. Each stage of keys and of values has a barrier for "it is there" and one for "it is
 // used up".
 template <int D> struct Layout {
-  static constexpr int kQueryBytes = Shape<D>::kQueryBytes;
   uint32_t queries;
 
   __device__ explicit Layout(const void* memory) : queries((shared_address(memory) + 1023) / 1024 * 1024) {}
-  __device__ uint32_t keys(int tile) const { return queries + kQueryBytes + stage(tile) * kBytes; }
+  __device__ uint32_t keys(int tile) const { return queries + Shape<D>::kQueryBytes + stage(tile) * kBytes; }
   __device__ uint32_t values(int tile) const { return keys(tile) + kStages * kBytes; }
   __device__ uint32_t keys_there(int tile) const { return barriers() + stage(tile) * 32; }
   __device__ uint32_t keys_used(int tile) const { return keys_there(tile) + 8; }
@@ -37,7 +36,7 @@ template <int D> struct Layout {
  private:
   static constexpr int kBytes = Shape<D>::kKeyBytes;
   static __device__ int stage(int tile) { return tile % kStages; }
-  __device__ uint32_t barriers() const { return queries + kQueryBytes + 2 * kStages * kBytes; }
+  __device__ uint32_t barriers() const { return queries + Shape<D>::kQueryBytes + 2 * kStages * kBytes; }
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
