@@ -18,7 +18,7 @@ import torch
 
 import shim
 from conformance import report as reports
-from conformance import workers
+from conformance import run, workers
 from conformance.case import LEVELS
 from conformance.report.text import text
 from conformance.run import Result, Target, poisoned_memory, told
@@ -47,6 +47,7 @@ def pytest_addoption(parser):
     group.addoption("--report-dir", default=None, help="write a JSON report per op and provider into this folder")
     group.addoption("--replay-dir", default=None, help="keep failures here (default: replay in the report's folder)")
     group.addoption("--case-timeout", type=float, default=None, help="seconds for one case (default: by level)")
+    group.addoption("--judge-on", default=None, help="run references and compare there (default: where the cases run)")
     group.addoption("--part", type=part, default=(1, 1), help="2/5: every 5th selected test, from the 2nd (after -k)")
 
 
@@ -81,6 +82,7 @@ def pytest_configure(config):
     folder = option.replay_dir or Path(option.report_dir or user_cache()) / "replay"
     files = [str(Path(file).resolve()) for file in option.provider_file]
     replay.run = replay.Run(Path(folder).absolute(), option.seed, files)
+    run.judge_device = option.judge_on
     config.stash[LOST] = False
     if getattr(option, "maxworkerrestart", "") is None:
         option.maxworkerrestart = "1000"  # a provider may well kill its process in many cases: see MOST_LOST

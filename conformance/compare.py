@@ -75,6 +75,23 @@ class Evaluation:
     def moved_answers(self) -> list[dict[str, Tensor]]:
         return [self.move(draw) for draw in range(WITNESSES)] if self.move else []
 
+    def on(self, device: str | None) -> Evaluation:
+        """The same on another device, None: here."""
+        if device is None:
+            return self
+        move = self.move and (lambda draw: placed(self.move(draw), device))
+        arguments, actual, exact, plain = (placed(x, device) for x in (self.arguments, self.actual, self.exact, self.plain))
+        return Evaluation(self.op, arguments, actual, exact, plain, move)
+
+
+def placed(value: Any, device: str | torch.device) -> Any:
+    """The value with its tensors on that device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: placed(one, device) for name, one in value.items()}
+    return tuple(placed(one, device) for one in value) if isinstance(value, tuple) else value
+
 
 @dataclass
 class Finding:

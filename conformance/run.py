@@ -34,6 +34,8 @@ from conformance.compare import Evaluation, Finding
 from conformance.memory import Watch, named_outputs
 from shim.candidates import bind
 
+judge_device: str | None = None  # where references run and results are compared; None: where the case runs
+
 
 @dataclass(frozen=True)
 class Target:
@@ -180,22 +182,19 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
         return result.failed("raised", told(error))
     plain_arguments = fresh()
-    plain, result.reference_ms = _timed(target.op.reference, plain_arguments, target.device)
+    plain, result.reference_ms = _timed(reference_of(target.op), plain_arguments, target.device)
     wrong = watch.findings(returned) or _structure(returned, plain)
     if wrong:
         return result.judged(wrong)
-    return result.judged(
-        (case.compare or compare.by_budget)(
-            Evaluation(
-                op=case.op,
-                arguments=fresh(),
-                actual=results_of(target.op, returned, arguments),
-                exact=exact_results(target.op, fresh(), double),
-                plain=results_of(target.op, plain, plain_arguments),
-                move=lambda draw: exact_results(target.op, fresh(), compare.moved(draw)),
-            )
-        )
+    evaluation = Evaluation(
+        op=case.op,
+        arguments=fresh(),
+        actual=results_of(target.op, returned, arguments),
+        exact=exact_results(target.op, fresh(), double),
+        plain=results_of(target.op, plain, plain_arguments),
+        move=lambda draw: exact_results(target.op, fresh(), compare.moved(draw)),
     )
+    return result.judged((case.compare or compare.by_budget)(evaluation.on(judge_device)))
 
 
 def _must_hold(case: Case, target: Target, result: Result) -> Result:
@@ -271,7 +270,24 @@ def double(value: Any) -> Any:
 def exact_results(op: shim.Op, arguments: dict[str, Any], raised: Callable[[Any], Any]) -> dict[str, Tensor]:
     """What the reference computes from the arguments raised to float64 by `raised`."""
     arguments = {name: raised(value) for name, value in arguments.items()}
-    return results_of(op, op.reference(**arguments), arguments)
+    return results_of(op, reference_of(op)(**arguments), arguments)
+
+
+def reference_of(op: shim.Op) -> Callable:
+    """The op's reference, evaluated on `judge_device`: like the function itself, its results are where its arguments
+    are."""
+    if judge_device is None:
+        return op.reference
+
+    def call(**arguments):
+        device = next(value.device for value in arguments.values() if isinstance(value, Tensor))
+        there = compare.placed(arguments, judge_device)
+        returned = op.reference(**there)
+        for name in op.mutates:
+            arguments[name].copy_(there[name])
+        return compare.placed(returned, device)
+
+    return call
 
 
 def results_of(op: shim.Op, returned: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:

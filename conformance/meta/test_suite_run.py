@@ -32,6 +32,22 @@ def test_the_reference_passes(case):
     assert result.ratio < 1
 
 
+@pytest.mark.parametrize("case", [ROUTER, DECODE, SUM], ids=lambda case: case.op)
+def test_references_and_the_judge_may_be_on_another_device(case, monkeypatch):
+    """Asked for by its index, it is another one to torch, on any machine."""
+    monkeypatch.setattr("conformance.run.judge_device", "cpu:0")
+    result = ran(case, reference(case))
+    assert (result.status, result.message) == ("pass", "")
+    assert 0 < result.ratio < 1
+
+    def off(**arguments):
+        returned = reference(case)(**arguments)
+        (returned[0] if isinstance(returned, tuple) else returned).mul_(1.01)
+        return returned
+
+    assert ran(case, off).status == "fail"
+
+
 def test_a_provider_that_raises():
     def broken(gating_output, topk, renormalize, correction_bias):
         raise RuntimeError("no kernel image")

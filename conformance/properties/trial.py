@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import shim
-from conformance import compare
+from conformance import compare, run
 from conformance.case import Case
 from conformance.compare import Evaluation, Finding, moved
 from conformance.memory import WRONG
 from conformance.properties.roles import Arguments, Results, Roles
-from conformance.run import Ended, Target, double, noted, poisoned_memory, results_of, told
+from conformance.run import Ended, Target, double, noted, poisoned_memory, reference_of, results_of, told
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Caller:
 
 
 def reference(op: str, device: str) -> Target:
-    return Target(shim.get(op), "reference", device, shim.get(op).reference)
+    return Target(shim.get(op), "reference", device, reference_of(shim.get(op)))
 
 
 @dataclass
@@ -87,7 +87,7 @@ class Trial:
 
     def judged(self, actual: Results, answers: Evaluation | None = None, text: str = "") -> list[Finding]:
         """The verdict on results; text: which call they are from."""
-        findings = self.compare(replace(answers or self.right, actual=actual))
+        findings = self.compare(replace(answers or self.right, actual=actual).on(run.judge_device))
         return [replace(f, text=": ".join(filter(None, (text, f.text)))) for f in findings]
 
 
@@ -103,10 +103,10 @@ def case(
     def arguments(generator, device, dtype, **named):
         return make(generator, device, dtype, **{name: size for name, size in named.items() if name not in label})
 
-    def run(target: Target, fresh: Callable[[], Arguments]) -> list[Finding]:
+    def on_trial(target: Target, fresh: Callable[[], Arguments]) -> list[Finding]:
         return check(Trial(target, fresh, judge))
 
-    return Case(roles.op, kind, sizes | label, dtype, make=arguments, check=run, **more)
+    return Case(roles.op, kind, sizes | label, dtype, make=arguments, check=on_trial, **more)
 
 
 def same(a: Tensor, b: Tensor) -> Tensor:
