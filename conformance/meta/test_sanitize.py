@@ -111,6 +111,7 @@ def told(tool, tmp_path, monkeypatch):
 
 
 def test_the_parts_of_an_op_are_added_up(told, monkeypatch):
+    monkeypatch.setattr(sanitize, "CASES", 30)
     monkeypatch.setenv("PASSED", "30")
     ids = [f"moe_sum-sizes-T{tokens}-f32" for tokens in range(90)] + ["moe_sum-graph_replay-f32"]
     assert told(ids, "--op", "moe_sum") == (
@@ -129,7 +130,8 @@ def test_an_op_without_a_selected_case_is_told_and_not_clean(told, monkeypatch):
     assert told([], "--op", "moe_sum", "-k", "odd")[0] == 1
 
 
-def test_what_has_not_begun_in_time_is_not_run(tool, tmp_path):
+def test_what_has_not_begun_in_time_is_not_run(tool, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanitize, "CASES", 30)
     assert checked(tmp_path, seconds=0) == "FAIL  memcheck   moe_sum                not run: no time for its 9 cases"
     verdict = sanitize.Verdict("moe_sum", "memcheck", 90)
     for part, words in zip(sanitize.split(verdict), ("30 passed in 3.00s", "30 passed in 3.00s", None), strict=True):

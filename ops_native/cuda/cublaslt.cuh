@@ -1,9 +1,13 @@
 // cuBLASLt, found at run time: torch has loaded it already, and where it is missing nothing else is.
 //
+// OPSHIM_CUBLASLT=0 does without it, as if it were missing.
+//
 // Declared here is the little of its ABI that is used, which has been the same from CUDA 11 to 13.
 #pragma once
 #include <dlfcn.h>
 
+#include <cstdlib>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -62,6 +66,8 @@ class CublasLt {
   };
 
   CublasLt() {
+    const char* const wanted = getenv("OPSHIM_CUBLASLT");
+    if (wanted && strcmp(wanted, "0") == 0) return;
     for (const int mode : {RTLD_NOLOAD | RTLD_LAZY, RTLD_LAZY})
       for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"})
         if (!library_) library_ = dlopen(name, mode);

@@ -14,7 +14,7 @@
 //                    phases ahead, since a phase that lacks the other's arrival keeps the stage from being emptied.
 //     empty[stage]   the eight multiplying warps, once wgmma has read the stage
 //     found[i]       warp 0: work[i] is written
-//     noted[i]       warp 0: rows[i], places[i] and scales[i] are written, and so is work[i]
+//     noted[i]       the lanes of warp 0: rows[i], places[i] and scales[i] are written, and so is work[i]
 //     done[i]        the eight multiplying warps, once an item's results are stored. By then the copying warps are done
 //                    with the item as well: all of its stages were full.
 //
@@ -104,8 +104,7 @@ __device__ __forceinline__ void find_items(const Gemm& g, HopperShared& shared, 
         shared.scales[at][token] = slot >= 0 && g.scale ? g.scale[slot] : 1.0f;
       }
     }
-    __syncwarp();
-    if (lane == 0) arrive(&shared.noted[at]);
+    arrive(&shared.noted[at]);
     if (work.tile.expert < 0) return;
   }
 }
@@ -336,7 +335,7 @@ __global__ void __launch_bounds__(kHopperThreads, 1) hopper_kernel(
     }
     for (int i = 0; i < kItems; ++i) {
       init_barrier(&shared.found[i], 1);
-      init_barrier(&shared.noted[i], 1);
+      init_barrier(&shared.noted[i], kWarp);
       init_barrier(&shared.done[i], kMultiplying);
     }
     publish_barriers();
