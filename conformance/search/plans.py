@@ -82,7 +82,7 @@ FORMS = {"softcap": (0.0, 5.0), "window": range(41), "alibi": BOOL}
 PAGE_VALUES = {
     "q": f"{FINITE} one_nan",
     "key_cache": f"{FINITE} one_nan",
-    "value_cache": f"{FINITE} one_nan",
+    "value_cache": "zero constant sorted wide large one_nan",  # no subnormals, as for grouped_gemm
     "alibi_slopes": "zero constant",
 }
 
