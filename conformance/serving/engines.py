@@ -15,8 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models" / "opshim-tiny"
 STOCK = "stock"
-# Two engines at a time on two cores: none may pin its threads to one of them.
+# Two engines at a time on two cores: none may pin its threads to one of them, and threads that wait for each other are
+# slow where cores are shared with other tests, 10 times and more.
 COMMON = {
+    "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "HF_HUB_OFFLINE": "1",
@@ -72,9 +74,7 @@ class Server:
         self.out, self.log = [], []
         command = [sys.executable, ROOT / "runner.py", "serve", MODEL, "--port", str(self.port), *options]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        # Threads that wait for each other are slow where cores are shared with other tests: 10 times and more.
-        own = environment("strict") | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, env=own, cwd=ROOT, **pipes)
+        self.process = subprocess.Popen(command, env=environment("strict"), cwd=ROOT, **pipes)
         self._ready = threading.Event()
         self._readers = [
             threading.Thread(target=self._read, args=pair, daemon=True)
