@@ -3,7 +3,8 @@
     python -m conformance.perf.end_to_end --json OUT.json                            on a GPU: layers of real size
     python -m conformance.perf.end_to_end --model models/opshim-tiny --requests 4 --tokens-in 64 --tokens-out 16
 
-Without a model, one of eight layers of Qwen3.5-35B-A3B's sizes is made up (dummy weights). Each of the two is an engine
+Without a model, one of eight layers of Qwen3.5-35B-A3B's sizes is made up (dummy weights; with so few, the host takes
+longer for a step of one request than the GPU, which --layers 24 changes). Each of the two is an engine
 of its own with empty compile caches. They start one after the other, the second while the first is idle in memory, and
 then measure round by round (shim, stock, stock, shim, ...): a host whose speed changes within minutes changes it for
 both, and what counts is the ratio of a round. The first round of each meets what is compiled late. An idle engine takes
@@ -22,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from itertools import count, islice
+from itertools import count, cycle, islice
 from pathlib import Path
 from select import select
 from statistics import median
@@ -42,7 +43,7 @@ SHARE = 0.4  # of the GPU's memory, for each engine
 PATIENCE = 30.0  # seconds that an engine has for its end
 LATE = "JIT compilation during inference"  # what vLLM says of a kernel that is compiled after the start
 REAL = {
-    "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 16,
+    "vocab_size": 151936, "hidden_size": 2048, "num_attention_heads": 16,
     "num_key_value_heads": 2, "head_dim": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "num_experts": 256, "num_experts_per_tok": 8,
     "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, "intermediate_size": 512,
@@ -50,10 +51,10 @@ REAL = {
 }  # fmt: skip
 
 
-def made_up(folder: Path) -> Path:
-    """A model without weights: the bundled one's architecture at real sizes, its pattern of layers twice."""
+def made_up(folder: Path, layers: int) -> Path:
+    """A model without weights: the bundled one's architecture at real sizes, its pattern of layers over and over."""
     config = json.loads((TINY / "config.json").read_text())
-    config |= REAL | {"layer_types": 2 * config["layer_types"]}
+    config |= REAL | {"num_hidden_layers": layers, "layer_types": list(islice(cycle(config["layer_types"]), layers))}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -197,6 +198,7 @@ def _cell(shape: str, values: list[float], *beside: float) -> str:
 
 @click.command()
 @click.option("--model", type=click.Path(exists=True, file_okay=False), help="Default: made up, of real size.")
+@click.option("--layers", default=8, show_default=True, type=click.IntRange(1), help="Of the model that is made up.")
 @click.option("--requests", default=64, show_default=True, help="At once.")
 @click.option("--tokens-in", default=1024, show_default=True)
 @click.option("--tokens-out", default=128, show_default=True)
@@ -204,15 +206,15 @@ def _cell(shape: str, values: list[float], *beside: float) -> str:
 @click.option("--timeout", default=900.0, show_default=True, help="Seconds for a side's start and for each round.")
 @click.option("--keep-logs", type=click.Path(file_okay=False, path_type=Path), help="vLLM's logs stay in this folder.")
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Write all measurements here.")
-def main(model, requests, tokens_in, tokens_out, times, timeout, keep_logs, out) -> None:
+def main(model, layers, requests, tokens_in, tokens_out, times, timeout, keep_logs, out) -> None:
     with tempfile.TemporaryDirectory(prefix="opshim-end-to-end-", ignore_cleanup_errors=True) as name:
         folder, logs = Path(name), keep_logs or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
-        given = [model or str(made_up(folder)), *map(str, (requests, tokens_in, tokens_out))]
+        given = [model or str(made_up(folder, layers)), *map(str, (requests, tokens_in, tokens_out))]
         found = compare(given, times, timeout, folder, logs)
     print(table(found))
     if out:
-        sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out, "model": model or REAL}
+        sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out, "model": model or REAL | {"layers": layers}}
         out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "sizes": sizes, **found}, indent=1) + "\n")
 
 
