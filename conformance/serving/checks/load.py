@@ -16,7 +16,9 @@ from conformance.serving.client import Server, brief
 
 MANY, AT_ONCE = 200, 32
 NO_METRICS = "/metrics does not tell vllm:num_requests_running"
+MADE = "vllm:generation_tokens_total"
 ATTEMPTS = 3
+LATEST = 15.0  # seconds until a request is counted
 SHORTEST = 0.02  # seconds until a client leaves: in less, the server may not have heard of it
 
 
@@ -25,36 +27,47 @@ def aborted_stream_frees_its_slot(server: Server) -> str:
     need(server.busy() is not None, NO_METRICS)
     need(server.idle() is not None, "the server has other requests, and does not get idle in 15 s")
     tokens = min(server.context or 2048, 8192) - 32
-    took, made = [], "vllm:generation_tokens_total"
+    took = []
     for stream in (True, False):
         body = {"model": server.model, "prompt": "Once", "max_tokens": tokens, "ignore_eos": True, "stream": stream}
         for _ in range(ATTEMPTS):  # a busy machine may hear of the leave only when the answer is done
-            before = server.metric(made) or 0
-            counted = _leave(server, body)
+            before = server.metric(MADE) or 0
+            _leave(server, body)
+            counted = _counted(server, before)
             idle = server.idle()
             expect(idle is not None, f"{server.busy():.0f} still run or wait 15 s after the client left")
-            if counted and (server.metric(made) or 0) - before < tokens:
+            if counted and (server.metric(MADE) or 0) - before < tokens:
                 break
         else:
-            expect(counted, f"the stream was no running request, {ATTEMPTS} times")
+            expect(counted, f"the request was not counted within {LATEST:.0f} s, {ATTEMPTS} times")
             expect(False, f"all {tokens} tokens were made for a client that had left, {ATTEMPTS} times")
         took.append(idle)
     return f"free {took[0]:.1f} s after a stream was left, {took[1]:.1f} s after a whole answer was"
 
 
-def _leave(server: Server, body: dict) -> bool:
-    """Leaves a stream after a few chunks, a whole answer once it runs; whether it was seen to run."""
+def _counted(server: Server, before: float) -> bool:
+    """Whether the server comes to count the request: vLLM does a moment after its first tokens are out."""
+    until = time.monotonic() + LATEST
+    while not (server.busy() or (server.metric(MADE) or 0) > before):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _leave(server: Server, body: dict) -> None:
+    """Leaves a stream after a few chunks, a whole answer after a while."""
     if body["stream"]:
         with server.http.stream("POST", "/v1/completions", json=body) as answer:
-            # vLLM counts a request a moment after its first tokens are out
-            return any(server.busy() for _ in islice(answer.iter_lines(), 4, None))
+            next(islice(answer.iter_lines(), 4, None), None)
+        return
     patience = 0.5
     while patience > SHORTEST:
         begun = time.monotonic()
         try:
             server.http.post("/v1/completions", json=body, timeout=httpx.Timeout(server.timeout, read=patience))
         except httpx.ReadTimeout:
-            return True
+            return
         patience = (time.monotonic() - begun) / 4  # it was done before: a fast server
     need(False, f"a whole answer of {body['max_tokens']} tokens takes {4e3 * patience:.0f} ms: too fast to leave")
 
