@@ -71,7 +71,7 @@ def delta_net(seams, reference, monkeypatch):
     builder = object.__new__(seams.gdn.ShimMetadataBuilder)
     modes = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"))
     vars(builder).update(kv_cache_spec=None, vllm_config=modes, use_spec_decode=False, gdn_prefill_backend="triton")
-    vars(builder).update(use_full_cuda_graph=True, decode_cudagraph_max_bs=8, layers=[layer])
+    vars(builder).update(use_full_cuda_graph=True, decode_cudagraph_max_bs=8, layers=[layer], supports_update_block_table=True)
     vars(builder).update(checkpoint_builder=SimpleNamespace(build=lambda *given: None))
     builder.non_spec_state_indices_tensor = torch.full((8,), 99, dtype=torch.int32)
     builder.non_spec_query_start_loc = torch.zeros(9, dtype=torch.int32)
@@ -172,6 +172,19 @@ def test_another_group_of_layers_has_the_batch_with_its_own_slots(delta_net, new
             assert getattr(seen, name) == value, name
     if padded:  # where a graph reads it
         assert seen.non_spec_state_indices_tensor.data_ptr() == mine.non_spec_state_indices_tensor.data_ptr()
+
+
+@needs_vllm
+@pytest.mark.parametrize("padded", [0, 2])
+def test_a_batch_of_decodes_is_prepared_as_vllm_does(delta_net, seams, padded):
+    common = batch([1, 1, 1], [9, 5, 8], torch.tensor([[1, 7], [2, 7], [3, 7]], dtype=torch.int32), padded)
+    builder, stock = delta_net.builder, seams.gdn.GDNAttentionMetadataBuilder
+    ours, theirs = builder.build(0, common), stock.build(copy.copy(builder), 0, common)
+    for name in (name for name in vars(theirs) if name.startswith("num_") and name != "num_accepted_tokens"):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    slots = ours.non_spec_state_indices_tensor
+    assert slots.tolist() == theirs.non_spec_state_indices_tensor.tolist() == [1, 2, 3, *[0] * padded]
+    assert slots.data_ptr() == builder.non_spec_state_indices_tensor.data_ptr()  # where a graph reads them
 
 
 @needs_vllm

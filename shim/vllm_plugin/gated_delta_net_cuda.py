@@ -9,7 +9,7 @@ zeroed while the batch is prepared: before a graph reads them.
 
 A model has several groups of such layers (vLLM makes groups of equal size), whose batches differ in their slots only.
 With a few sequences that decode, the host takes longer to prepare a batch than the GPU to run it; so only the first
-group's is prepared from the start.
+group's is prepared from the start, and of one in which all decode, no more than these layers read.
 """
 
 from __future__ import annotations
@@ -47,10 +47,21 @@ class ShimMetadataBuilder(GDNAttentionMetadataBuilder):
         self.supports_update_block_table = served and all(hasattr(self, name) for name in STAGING)
 
     def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
-        metadata = super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
-        metadata.seq_lens, metadata.first_tokens = common_attn_metadata.seq_lens, first_tokens(common_attn_metadata)
+        common = common_attn_metadata
+        if self.supports_update_block_table and not args and not kwargs and all_decode(common):
+            return self._decodes(common)
+        metadata = super().build(common_prefix_len, common, *args, **kwargs)
+        metadata.seq_lens, metadata.first_tokens = common.seq_lens, first_tokens(common)
         self._clear(metadata)
         return metadata
+
+    def _decodes(self, common) -> GDNAttentionMetadata:
+        """What super().build() comes to for such a batch, of that what update_block_table() and the layers read."""
+        counts = {"num_decodes": common.num_reqs, "num_decode_tokens": common.num_actual_tokens}
+        none = dict.fromkeys(("num_prefills", "num_prefill_tokens", "num_spec_decodes", "num_spec_decode_tokens"), 0)
+        metadata = GDNAttentionMetadata(num_actual_tokens=common.num_actual_tokens, **counts, **none)
+        metadata.seq_lens, metadata.first_tokens = common.seq_lens, None
+        return self.update_block_table(metadata, common.block_table_tensor, common.slot_mapping)
 
     def update_block_table(self, metadata, blk_table, slot_mapping):
         """The same batch seen from another group of layers: `blk_table` [N,MB] is its blocks."""
@@ -81,6 +92,11 @@ class ShimBackend(GDNAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[ShimMetadataBuilder]:
         return ShimMetadataBuilder
+
+
+def all_decode(common) -> bool:
+    """Whether each sequence of a batch has one new token, and none its first."""
+    return common.max_query_len == 1 and common.is_prefilling is not None and not common.is_prefilling.any()
 
 
 def first_tokens(common) -> Tensor | None:
