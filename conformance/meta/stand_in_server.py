@@ -125,6 +125,8 @@ class StandIn:
         if said["max_tokens"] > most and self.fault != "writes past the context":
             words = "too long" if self.fault == "does not name the limit" else f"the context is {CONTEXT}"
             raise Refused(words)
+        if self.fault == "makes less for nobody":
+            said["max_tokens"] = min(said["max_tokens"], CONTEXT // 2)
         return said, prompt
 
     async def generate(self, chat, body, receive, reply):
@@ -136,8 +138,11 @@ class StandIn:
         work = asyncio.ensure_future(self.write(chat, said, prompt, reply, number))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-            if self.fault == "makes it all for nobody":
+            made = self.made
+            if self.fault in ("makes it all for nobody", "makes less for nobody", "makes it uncounted"):
                 await asyncio.wait({work})
+            if self.fault == "makes it uncounted" and gone.done():
+                self.made = made
             if work.done():
                 work.result()
         finally:

@@ -35,6 +35,8 @@ FAULTS = {
     "takes what is wrong": "malformed_requests",
     "keeps the slot": "aborted_stream_frees_its_slot",
     "makes it all for nobody": "aborted_stream_frees_its_slot",
+    "makes it uncounted": "aborted_stream_frees_its_slot",
+    "makes less for nobody": "aborted_stream_frees_its_slot",
     "drops some under load": "many_requests_lose_none",
     "streams do not end": "many_requests_lose_none",
 }
