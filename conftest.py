@@ -24,6 +24,7 @@ from conformance.report.text import text
 from conformance.run import Result, Target, poisoned_memory, told
 from conformance.search import replay
 from conformance.selection import DEVICES, Selection
+from shim import device as devices
 from shim.errors import is_sticky
 from shim.loading import user_cache
 
@@ -82,6 +83,8 @@ def pytest_configure(config):
     folder = option.replay_dir or Path(option.report_dir or user_cache()) / "replay"
     files = [str(Path(file).resolve()) for file in option.provider_file]
     replay.run = replay.Run(Path(folder).absolute(), option.seed, files)
+    if option.judge_on not in (None, *devices.DEVICES):
+        raise pytest.UsageError(f"--judge-on {option.judge_on}: there are {', '.join(devices.DEVICES)}")
     run.judge_device = option.judge_on
     config.stash[LOST] = False
     if getattr(option, "maxworkerrestart", "") is None:

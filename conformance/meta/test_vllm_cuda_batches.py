@@ -178,8 +178,9 @@ def test_another_group_of_layers_has_the_batch_with_its_own_slots(delta_net, new
 @pytest.mark.parametrize("padded", [0, 2])
 def test_a_batch_of_decodes_is_prepared_as_vllm_does(delta_net, seams, padded):
     common = batch([1, 1, 1], [9, 5, 8], torch.tensor([[1, 7], [2, 7], [3, 7]], dtype=torch.int32), padded)
-    builder, stock = delta_net.builder, seams.gdn.GDNAttentionMetadataBuilder
-    ours, theirs = builder.build(0, common), stock.build(copy.copy(builder), 0, common)
+    builder, other = delta_net.builder, copy.copy(delta_net.builder)
+    other.non_spec_state_indices_tensor = torch.full((8,), 99, dtype=torch.int32)
+    ours, theirs = builder.build(0, common), seams.gdn.GDNAttentionMetadataBuilder.build(other, 0, common)
     for name in (name for name in vars(theirs) if name.startswith("num_") and name != "num_accepted_tokens"):
         assert getattr(ours, name) == getattr(theirs, name), name
     slots = ours.non_spec_state_indices_tensor

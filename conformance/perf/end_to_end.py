@@ -198,7 +198,7 @@ def _cell(shape: str, values: list[float], *beside: float) -> str:
 
 @click.command()
 @click.option("--model", type=click.Path(exists=True, file_okay=False), help="Default: made up, of real size.")
-@click.option("--layers", default=8, show_default=True, type=click.IntRange(1), help="Of the model that is made up.")
+@click.option("--layers", default=8, show_default=True, type=click.IntRange(4), help="Of the model that is made up.")
 @click.option("--requests", default=64, show_default=True, help="At once.")
 @click.option("--tokens-in", default=1024, show_default=True)
 @click.option("--tokens-out", default=128, show_default=True)

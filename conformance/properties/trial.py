@@ -47,8 +47,8 @@ class Caller:
 
     def of(self, op: str) -> Caller:
         """Another op: the provider's, or the reference where it has none."""
-        other = Target.find(op, self.target.provider, self.target.device)
-        return Caller(other) if other.function else Caller(reference(op, self.target.device))
+        own = self.target.provider != "reference" and Target.find(op, self.target.provider, self.target.device)
+        return Caller(own if own and own.function else reference(op, self.target.device))
 
 
 def reference(op: str, device: str) -> Target:

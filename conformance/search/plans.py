@@ -24,13 +24,18 @@ class Several:
 
 @dataclass(frozen=True)
 class Plan:
-    """fit: what makes drawn sizes a valid whole. layouts: the arguments that are laid out anew (default: of `values`)."""
+    """fit: what makes drawn sizes a valid whole. layouts: the arguments that are laid out anew (default: of `values`).
+    not_in_bf16: an argument's value that is not drawn in that dtype."""
 
     sizes: dict[str, range | tuple | Several]
     values: dict[str, str]
     dtypes: tuple[str, ...] = ("f32", "f16", "bf16")
     fit: Callable[[Sizes], Sizes] = field(default=lambda sizes: sizes)
     layouts: tuple[str, ...] = ()
+    not_in_bf16: tuple[str, str] | None = None
+
+    def takes(self, dtype: str, values: dict[str, str]) -> bool:
+        return dtype != "bf16" or self.not_in_bf16 not in values.items()
 
     @property
     def value_pairs(self) -> list[tuple[str, str]]:
@@ -82,9 +87,11 @@ FORMS = {"softcap": (0.0, 5.0), "window": range(41), "alibi": BOOL}
 PAGE_VALUES = {
     "q": f"{FINITE} one_nan",
     "key_cache": f"{FINITE} one_nan",
-    "value_cache": "zero constant sorted wide large one_nan",  # no subnormals, as for grouped_gemm
+    "value_cache": f"{FINITE} one_nan",
     "alibi_slopes": "zero constant",
 }
+
+AMX_TAKES_FOR_ZERO = ("value_cache", "denormal")  # docs/limits.md
 
 PLANS: dict[str, Plan] = {
     "topk_softmax": Plan(
@@ -161,11 +168,13 @@ PLANS: dict[str, Plan] = {
         sizes={"lengths": Several(range(91), 4), **PAGES, **FORMS},
         values=PAGE_VALUES,
         fit=heads_per_group("HK", "HQ"),
+        not_in_bf16=AMX_TAKES_FOR_ZERO,
     ),
     "paged_prefill": Plan(
         sizes={"new": Several(range(41), 4), "prefix": Several(range(61), 4), **PAGES, **FORMS},
         values=PAGE_VALUES,
         fit=prefill_sizes,
+        not_in_bf16=AMX_TAKES_FOR_ZERO,
     ),
     "matmul_fp16": Plan(
         sizes={"M": range(41), "N": range(1, 131), "K": range(1, 131), "bias": BOOL},

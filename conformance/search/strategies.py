@@ -20,7 +20,7 @@ def problems(op: str, plan: Plan) -> st.SearchStrategy[Problem]:
         seed=st.integers(0, 999),
         values=some_of(plan.value_pairs),
         layouts=some_of(plan.layout_pairs),
-    )
+    ).filter(lambda problem: plan.takes(problem.dtype, problem.values))
 
 
 def size(options: range | tuple | Several) -> st.SearchStrategy:

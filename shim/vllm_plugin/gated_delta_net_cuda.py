@@ -42,9 +42,11 @@ class ShimMetadataBuilder(GDNAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         known = vllm_config.compilation_config.static_forward_context
         self.layers = [known[name] for name in layer_names]
-        # Of what a graph has captured, update_block_table() renews the slots: vLLM's own layers read more.
+        # Of what a graph has captured, update_block_table() renews the slots: vLLM's own layers read more. And vLLM
+        # would have it make the second of two microbatches of the first.
         served = not any(layer.refusal for layer in self.layers)
-        self.supports_update_block_table = served and all(hasattr(self, name) for name in STAGING)
+        whole = not vllm_config.parallel_config.use_ubatching
+        self.supports_update_block_table = served and whole and all(hasattr(self, name) for name in STAGING)
 
     def build(self, common_prefix_len, common_attn_metadata, *args, **kwargs):
         common = common_attn_metadata
