@@ -20,7 +20,7 @@ CHOICES = click.option(
 )
 OPS = click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op (repeatable; default: all).")
 POLICY = click.option("--policy", metavar="[strict|auto|reference]", help="Who may serve; see README.")
-DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
+DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda (conform: or all that are here).")
 JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results here (bench: a plot beside it).")
 
 

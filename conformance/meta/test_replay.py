@@ -11,6 +11,7 @@ from conformance import SUITE
 from conformance.cases import all_cases
 from conformance.run import Target
 from conformance.search import Problem, replay
+from conformance.selection import target_of
 
 PROVIDER = """
 import shim
@@ -57,6 +58,16 @@ def test_a_failure_fails_again_and_passes_on_another_provider(kept, run, problem
     assert again.stdout.startswith("FAIL  moe_sum-")
     assert "row_error_budget" in again.stdout or "error_budget" in again.stdout
     assert other.stdout.startswith("PASS  moe_sum-")
+
+
+def test_a_file_that_is_given_stands_in_for_the_one_that_failed(kept, run, scratch):
+    file = kept()
+    (scratch / "mended.py").write_text(PROVIDER.replace("1.5 * ", ""))
+    (scratch / "mine.py").unlink()
+    target_of.cache_clear()
+    mended = run(file, "--provider-file", scratch / "mended.py")
+    assert (mended.exit_code, mended.stdout[:4]) == (0, "PASS"), mended.output
+    refused(run(file), "mine.py does not exist")
 
 
 def test_what_is_no_replay_file_is_said_so(kept, run, tmp_path):

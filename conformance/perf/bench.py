@@ -1,7 +1,7 @@
 """`runner.py bench`: how much faster than its reference an implementation is, and what the shim costs per call.
 
 Each time is the median of repeated calls on rotated inputs (so that nothing but the weights of a real layer is warm),
-after one call that is not counted.
+after one call that is not counted; reference and providers take turns, so that other work on the machine meets all.
 """
 
 from __future__ import annotations
@@ -130,12 +130,15 @@ def speeds(names: Sequence[str], device: str, providers: Sequence[str]) -> Itera
         for size in sizes:
             case = Case(name, "layer", size, dtype)
             inputs = rotation(case, device)
-            row = {"op": name, "size": case.id.removeprefix(f"{name}-layer-"), "reference_ms": None, "providers": {}}
-            row["reference_ms"] = median_ms(shim.get(name).reference, inputs, device, REFERENCE_SECONDS)
-            for provider, target in targets.items():
-                why = target.missing or target.unavailable or target.refusal(inputs[0])
-                ms = None if why else median_ms(target.function, inputs, device, PROVIDER_SECONDS)
-                row["providers"][provider] = {"ms": ms, "speedup": ms and row["reference_ms"] / ms, "reason": why}
+            refusals = {p: t.missing or t.unavailable or t.refusal(inputs[0]) for p, t in targets.items()}
+            functions = {p: t.function for p, t in targets.items() if not refusals[p]}
+            reference, *others = medians([shim.get(name).reference, *functions.values()], inputs, device)
+            ms = dict(zip(functions, others, strict=True))
+            row = {"op": name, "size": case.id.removeprefix(f"{name}-layer-"), "reference_ms": reference}
+            row["providers"] = {
+                provider: {"ms": ms.get(provider), "speedup": reference / ms[provider] if not why else None, "reason": why}
+                for provider, why in refusals.items()
+            }
             yield row
 
 
@@ -148,19 +151,22 @@ def rotation(case: Case, device: str) -> list[dict[str, Any]]:
     return inputs
 
 
-def median_ms(function: Callable, inputs: list[dict[str, Any]], device: str, seconds: float) -> float:
-    """Median milliseconds of a call."""
+def medians(functions: Sequence[Callable], inputs: list[dict[str, Any]], device: str) -> list[float]:
+    """Median milliseconds of a call of each. The first, the reference, has REFERENCE_SECONDS for its calls."""
     turns = itertools.cycle(inputs)
-    times: list[float] = []
-    function(**next(turns))
-    while len(times) < 3 or sum(times) < seconds:
-        arguments = next(turns)
-        _wait(device)
-        start = time.perf_counter()
-        function(**arguments)
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return 1e3 * statistics.median(times)
+    times: list[list[float]] = [[] for _ in functions]
+    limits = [REFERENCE_SECONDS, *[PROVIDER_SECONDS] * (len(functions) - 1)]
+    for function in functions:
+        function(**next(turns))
+    while waiting := [i for i, mine in enumerate(times) if len(mine) < 3 or sum(mine) < limits[i]]:
+        for i in waiting:
+            arguments = next(turns)
+            _wait(device)
+            start = time.perf_counter()
+            functions[i](**arguments)
+            _wait(device)
+            times[i].append(time.perf_counter() - start)
+    return [1e3 * statistics.median(mine) for mine in times]
 
 
 def printed(rows: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterator[dict[str, Any]]:

@@ -36,8 +36,9 @@ def summary(reports: Sequence[dict[str, Any]]) -> str:
         lines += ["", "### Failures", ""]
     for report, kind, cases in failed[:SHOWN]:
         first = cases[0]
+        why = cell(first["message"].partition("\n")[0])  # of a search, the call follows
         of_what = f"`{report['op']}` {cell(report['provider'])} **{kind}** ({len(cases)})"
-        lines.append(f"- {of_what}: {first['reason']} in `{first['case']}`: {cell(first['message'])}")
+        lines.append(f"- {of_what}: {first['reason']} in `{first['case']}`: {why}")
     if failed[SHOWN:]:
         lines.append(f"- and {len(failed) - SHOWN} more kinds")
     return "\n".join(lines) + "\n"

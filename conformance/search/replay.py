@@ -116,9 +116,10 @@ def replay(file: str, provider: str | None = None, provider_files: Sequence[str]
     try:
         document = read(Path(file))
         case = case_of(document, Path(file))
-        files = [*provider_files, *(document["provider_files"] if provider in (None, document["provider"]) else ())]
+        own = document["provider_files"] if provider in (None, document["provider"]) else ()
+        files = list(provider_files or own)  # given ones in the place of those that it failed with: mended, or moved
         provider, device = provider or document["provider"], device or document["device"]
-        Selection.make([case.op], provider, list(dict.fromkeys(files)), device)
+        Selection.make([case.op], provider, files, device)
         target = target_of(case.op, provider, device)
     except shim.OpshimError as error:
         print(f"replay: {error}", file=sys.stderr)
