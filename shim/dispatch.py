@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
-from shim import certificates, table
+from shim import certificates, plugins, table
 from shim import policy as policies
 from shim.candidates import NOT_CHOSEN, NOT_NEEDED, READY, SELECTED, UNAVAILABLE, Candidate, available, from_library
 from shim.errors import (
@@ -23,7 +23,6 @@ from shim.errors import (
     OpArgumentError,
     OpExecutionError,
     OpUnavailableError,
-    UnknownNameError,
     describe,
     is_sticky,
 )
@@ -71,7 +70,7 @@ class Chain:
         self.op, self.device, self.policy, self.clock = op, device, policy or policies.current(), clock
         self.choice = self.policy.providers.get(op.name)
         if self.choice is not None and self.choice not in op.providers():
-            raise UnknownNameError(f"provider of {op.name}", self.choice, op.providers())
+            raise plugins.unknown(f"provider of {op.name}", self.choice, op.providers())
         self.falls_back = self.policy.mode == "auto"
         with _resolving:
             self.candidates = self._candidates()

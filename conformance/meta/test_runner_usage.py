@@ -107,6 +107,13 @@ def test_a_provider_file_that_does_not_import_is_named_with_its_line(run, tmp_pa
     refused(result, "not_there_at_all", f"{file}:3")
 
 
+def test_a_provider_file_that_is_no_python_or_registers_nothing_is_named(run, tmp_path):
+    for content, words in ((b"\x7fELF\0", "does not import"), (b"import shim\n", "registered nothing")):
+        file = tmp_path / f"{len(content)}.txt"
+        file.write_bytes(content)
+        refused(run("conform", "--provider-file", file, "--provider", "mylib"), str(file), words)
+
+
 def test_a_provider_file_with_a_wrong_signature_is_named_with_its_line(run, tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text(UNAVAILABLE.replace("topk_ids=None", "ids=None"))
