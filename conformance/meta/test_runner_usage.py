@@ -95,6 +95,12 @@ def test_an_unknown_level_or_device_names_the_known_ones(run):
     refused(run("ops", "--device", "tpu"), "unknown device 'tpu'", "cpu")
 
 
+@pytest.mark.parametrize("command", ["status", "conform-server"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://127.0.0.1:80a", "ftp://127.0.0.1"])
+def test_what_is_no_url_of_a_server_is_refused_in_the_same_words(run, command, url):
+    refused(run(command, url), f"opshim: '{url}' is no URL of a server, such as http://127.0.0.1:8000")
+
+
 def test_a_choice_without_a_provider_says_how_to_write_it(run):
     refused(run("ops", "--provider", "moe_sum"), "op=provider", "'moe_sum'")
 
