@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import runner
 import shim
+from conformance.meta.scratch import script
 
 UNAVAILABLE = """
 import shim
@@ -99,6 +100,16 @@ def test_an_unknown_level_or_device_names_the_known_ones(run):
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://127.0.0.1:80a", "ftp://127.0.0.1"])
 def test_what_is_no_url_of_a_server_is_refused_in_the_same_words(run, command, url):
     refused(run(command, url), f"opshim: '{url}' is no URL of a server, such as http://127.0.0.1:8000")
+
+
+def test_build_refuses_archs_that_the_kernels_or_nvcc_do_not_have(run, scratch, monkeypatch):
+    nvcc = script(scratch / "nvcc", f'test "$1" = --list-gpu-code && echo sm_75 sm_80 sm_90 || touch {scratch / "compiled"}')
+    monkeypatch.setenv("NVCC", str(nvcc))
+    for arch in ("75", "33", "80,75"):
+        wrong = arch.split(",")[-1]
+        words = f"unknown GPU arch '{wrong}'; known: 80, 90, 90a; opshim's kernels need sm_80 or later"
+        refused(run("build", "--arch", arch, "--folder", scratch / "lib"), words)
+    assert not (scratch / "compiled").exists() and not (scratch / "lib").exists()
 
 
 def test_a_choice_without_a_provider_says_how_to_write_it(run):
