@@ -353,6 +353,27 @@ def test_table_has_aligned_lines_and_the_search_path(op, scratch):
     assert lines[8] == "search path of certificates (cpu)"
 
 
+def test_table_names_whom_nobody_chose(op, scratch):
+    for name in ("p", "q"):
+        provider(op, name, explicit=True)
+    provider(double_op("other"), "q", explicit=True)
+    line = "not listed above, as each serves only by explicit choice (--provider OP=PROVIDER): "
+    lines = shim.table.text(dispatch.resolve([op.name, "other"])).splitlines()
+    assert [one for one in lines if line in one] == [f"{line}p, q"]
+    lines = shim.table.text(dispatch.resolve([op.name], policy=Policy(providers={op.name: "p"}))).splitlines()
+    assert [one for one in lines if line in one] == [f"{line}q"]
+
+
+def test_ops_that_fall_back_for_one_reason_are_one_warning(op, scratch, caplog):
+    for one in (op, double_op("other")):
+        provider(one, "p", available=lambda: "libp.so is missing")
+    for _ in range(2):
+        dispatch.resolve([op.name, "other"])
+        op(torch.ones(1))
+    (told,) = caplog.messages
+    assert told.startswith(f"{op.name}, other: served by reference on cpu, as p: libp.so is missing")
+
+
 def test_table_for_programs(op, scratch):
     double_native(op, tiny_library(scratch))
     data = shim.table.as_dict(dispatch.resolve([op.name], policy=Policy("strict")))
