@@ -54,7 +54,7 @@ class Selection:
             shim.get(name)
         known = dict.fromkeys(p for op in shim.names() for p in shim.get(op).providers())
         if provider.removesuffix(":precompiled").removesuffix(":jit") not in known:
-            raise shim.UnknownNameError("provider", provider, known)
+            raise plugins.unknown("provider", provider, known)
         for what, name, names in (("level", level, LEVELS), ("device", device, DEVICES)):
             if name not in names:
                 raise shim.UnknownNameError(what, name, names)

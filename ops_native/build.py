@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import functools
 import json
+import logging
 import os
 import platform
 import re
@@ -26,12 +27,14 @@ from hashlib import sha256
 from pathlib import Path
 
 from shim.errors import BuildError, UnknownNameError
-from shim.loading import MARK, Identity, build_info, examine, user_cache
+from shim.loading import MARK, Identity, build_info, examine, shown, user_cache
 
+log = logging.getLogger("opshim")
 NATIVE = Path(__file__).parent
 KEPT_DAYS = 30  # objects and libraries in the user cache that no build wrote for so long are removed
 
 ARCHS = ("80", "86", "89", "90a", "100")  # of CUDA code, where nobody says
+OLDEST = 80  # the first with cp.async and bfloat16, which the kernels are made of
 
 PASSING = ("Killed", "No space left", "Cannot allocate memory", "out of memory")  # failures that may not come again
 
@@ -94,7 +97,7 @@ class Spec:
         return Identity(_hash(snapshot or self.snapshot()), _hash(flags), compiler, arch)
 
     def build(self, folder: Path) -> Path:
-        return build(self, folder).path
+        return build(self, folder, partial=True).path
 
 
 def cpu_spec() -> Spec:
@@ -143,54 +146,55 @@ class Built:
 
 def build_all(
     folder: Path | None = None, specs: Iterable[Spec] | None = None, archs: tuple[str, ...] = ARCHS
-) -> list[Built]:
+) -> Iterator[Built]:
     """Builds every library of this tree, into `folder` or the package; into the user cache where that is read-only.
-    A library without compiler is left out where others were built: a machine may have no nvcc."""
-    results = []
+    Gives each as it is ready. One without compiler is left out where others were built: a machine may have no nvcc."""
+    first = True
     for spec in [cpu_spec(), cuda_spec(lambda: archs)] if specs is None else specs:
         target = folder or spec.package
         try:
             spec.compiler()
         except BuildError as error:
-            if not results:
+            if first:
                 raise
-            results.append(Built(target / spec.filename, None, 0.0, str(error)))
+            yield Built(target / spec.filename, None, 0.0, str(error))
             continue
+        first = False
         if _writable(target):
-            results.append(build(spec, target))
+            yield build(spec, target)
         else:
             built = build(spec, user_cache() / f"{spec.name}-{spec.identity().key}")
-            results.append(replace(built, note=f"{target} cannot be written"))
-    return results
+            yield replace(built, note=f"{target} cannot be written")
 
 
 def build_command(folder: str | None, arch: str | None) -> None:
-    """`runner.py build`: says what became of each library. arch: "80,90a"; UnknownNameError for one nvcc has not."""
+    """`runner.py build`: says what became of each library. arch: "80,90a"; UnknownNameError for one that cannot be."""
     known = cuda_archs_known()
     archs = tuple(arch.split(",")) if arch else tuple(one for one in ARCHS if one in known)
     for one in archs if known else ():
         if one not in known:
-            raise UnknownNameError("arch of this nvcc", one, known)
+            note = f"opshim's kernels need sm_{OLDEST} or later, of which this nvcc knows these"
+            raise UnknownNameError("GPU arch", one, known, note)
     for built in build_all(Path(folder) if folder else None, archs=archs):
         how = f"built in {built.seconds:.0f} s" if built.seconds else "up to date" if built.identity else "not built"
         print(f"{built.path}: {how}{f' ({built.note})' if built.note else ''}", flush=True)
 
 
 def cuda_archs_known() -> list[str]:
-    """The archs that this machine's nvcc compiles for, also with the "a" of instructions that are one arch's own; empty
-    without nvcc."""
+    """The archs of opshim's kernels that this machine's nvcc compiles for, also with the "a" of instructions that are
+    one arch's own; empty without nvcc."""
     try:
         command = cuda_spec(tuple).compiler()
     except BuildError:
         return []
     run = subprocess.run([*command, "--list-gpu-code"], capture_output=True, text=True, check=False)
     plain = [word.removeprefix("sm_") for word in run.stdout.split() if word.startswith("sm_")]
-    return plain + [f"{one}a" for one in plain if int(one) >= 90]
+    return [one for one in plain if int(one) >= OLDEST] + [f"{one}a" for one in plain if int(one) >= 90]
 
 
-def build(spec: Spec, folder: Path) -> Built:
-    """Builds the library into `folder` unless it is there; BuildError says why it cannot be built. Where some sources
-    do not compile, a library of the others is built before the error is raised; it counts as not built."""
+def build(spec: Spec, folder: Path, partial: bool = False) -> Built:
+    """Builds the library into `folder` unless it is there; BuildError says why it cannot be built. `partial`: where some
+    sources do not compile, a library of the others is built before the error is raised; it counts as not built."""
     started = time.monotonic()
     snapshot = spec.snapshot()
     identity = spec.identity(snapshot)
@@ -203,7 +207,7 @@ def build(spec: Spec, folder: Path) -> Built:
             for abandoned in folder.glob(f".{spec.name}-*.build"):  # whoever made it was killed: the lock is ours
                 shutil.rmtree(abandoned, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{spec.name}-", suffix=".build", dir=folder) as work:
-                failure = _compile(spec, snapshot, identity, Path(work))
+                failure = _compile(spec, snapshot, identity, Path(work), partial)
                 os.replace(Path(work) / spec.filename, target)
     except OSError as error:
         raise BuildError(f"cannot build {spec.filename} in {folder}: {error}") from error
@@ -220,25 +224,31 @@ def _is_built(target: Path, identity: Identity) -> bool:
     return info["complete"] and (info["compiler"], info["arch"]) == (identity.compiler, identity.arch)
 
 
-def _compile(spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: Path) -> BuildError | None:
-    """Makes the library in `work` of all that compiles; returns what does not."""
+def _compile(
+    spec: Spec, snapshot: dict[str, bytes], identity: Identity, work: Path, partial: bool
+) -> BuildError | None:
+    """Makes the library in `work` of all sources, or raises what does not compile; with `partial` of those that compile,
+    and returns what does not."""
     compiler, ninja = spec.compiler(), _ninja()
     for name, content in snapshot.items():
         (work / name).write_bytes(content)
     objects = _writable(user_cache() / "objects") or work
     command = " ".join(map(shlex.quote, compiler))
     part = f"$out.{os.getpid()}"  # the compiler's words stay beside the object: of nvcc, registers and spills
-    log = f"{part}.log 2>&1 || {{ cat {part}.log; exit 1; }} && mv {part}.log $out.log && mv {part} $out"
-    rules = [f"rule object\n  command = {command} $flags -c $in -o {part} > {log}"]
+    said = f"{part}.log 2>&1 || {{ cat {part}.log; exit 1; }} && mv {part}.log $out.log && mv {part} $out"
+    rules = [f"rule object\n  command = {command} $flags -c $in -o {part} > {said}"]
     outputs = []
     for name, file, flags in _objects(spec, snapshot, identity):
         outputs.append(objects / file)
         if not outputs[-1].exists():
             rules.append(f"build {_escape(outputs[-1])}: object {name}\n  flags = {' '.join(flags)}")
     (work / "build.ninja").write_text("\n".join(rules) + "\n")
-    failure = _run([*ninja, "-k", "0", "-C", str(work)], spec) if len(rules) > 1 else None
+    failure, new = None, len(rules) - 1
+    if new:  # a warning, so that it is seen whatever the logging: what follows may take minutes
+        log.warning("compiling %s for %s, %d of %d objects", shown(work.parent / spec.filename), identity.arch, new, len(outputs))
+        failure = _run([*ninja, "-k", "0", "-C", str(work)], spec)
     usable = [str(output) for output in outputs if output.exists()]
-    if failure and not usable:
+    if failure and not (partial and usable):
         raise failure
     info = {**asdict(identity), "complete": failure is None, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
     text = json.dumps(MARK.decode() + json.dumps(info))

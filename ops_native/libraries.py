@@ -2,7 +2,7 @@
 
 import torch
 
-from ops_native.build import ARCHS, cpu_spec, cuda_spec
+from ops_native.build import ARCHS, OLDEST, cpu_spec, cuda_spec
 from shim.device import cpu_isa, cuda_archs
 from shim.loading import NativeLibrary
 
@@ -14,6 +14,9 @@ def _unfit(built_for: str) -> str:
     mine = cuda_archs()
     if not mine:
         return "torch sees no CUDA device on this machine"
+    old = [f"sm_{arch}" for arch in mine if int(arch.rstrip("a")) < OLDEST]
+    if old:
+        return f"needs GPUs of sm_{OLDEST} or later, here is {', '.join(old)}"
     theirs = [word.removeprefix("sm_") for word in built_for.split() if word.startswith("sm_")]
     lacking = [f"sm_{arch}" for arch in mine if not any(_runs(code, arch) for code in theirs)]
     return f"holds code for {', '.join(theirs)}, not for {', '.join(lacking)}" if lacking else ""

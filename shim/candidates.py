@@ -6,9 +6,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shim import certificates
+from shim import certificates, plugins
 from shim.certificates import NOT_ASKED, Certificate
-from shim.errors import OpUnavailableError, UnknownNameError
+from shim.errors import OpUnavailableError
 from shim.health import Breaker
 from shim.loading import Found, Loaded
 from shim.op import Implementation, Op, get
@@ -86,7 +86,7 @@ def bind(op: str | Op, device: str, provider: str) -> Candidate:
     base, _, stage = provider.partition(":")
     name = base if base == "native" else provider
     if name not in op.providers():
-        raise UnknownNameError(f"provider of {op.name}", provider, op.providers())
+        raise plugins.unknown(f"provider of {op.name}", provider, op.providers())
     if name == "reference":
         return Candidate("reference", "reference", READY, function=op.reference)
     mine = [one for one in op.implementations if one.provider == name and one.serves(device)]

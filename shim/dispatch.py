@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
-from shim import certificates, table
+from shim import certificates, plugins, table
 from shim import policy as policies
 from shim.candidates import NOT_CHOSEN, NOT_NEEDED, READY, SELECTED, UNAVAILABLE, Candidate, available, from_library
 from shim.errors import (
@@ -23,7 +23,6 @@ from shim.errors import (
     OpArgumentError,
     OpExecutionError,
     OpUnavailableError,
-    UnknownNameError,
     describe,
     is_sticky,
 )
@@ -65,13 +64,20 @@ def {op}({names}):
 
 
 class Chain:
-    """The resolved chain of an op on a device type. `call(*args)` is the op."""
+    """The resolved chain of an op on a device type. `call(*args)` is the op. `tells`: of a fallback, at once."""
 
-    def __init__(self, op: Op, device: str, policy: Policy | None = None, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        op: Op,
+        device: str,
+        policy: Policy | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tells: bool = True,
+    ):
         self.op, self.device, self.policy, self.clock = op, device, policy or policies.current(), clock
         self.choice = self.policy.providers.get(op.name)
         if self.choice is not None and self.choice not in op.providers():
-            raise UnknownNameError(f"provider of {op.name}", self.choice, op.providers())
+            raise plugins.unknown(f"provider of {op.name}", self.choice, op.providers())
         self.falls_back = self.policy.mode == "auto"
         with _resolving:
             self.candidates = self._candidates()
@@ -94,7 +100,8 @@ class Chain:
             self.reference.reason = "only for calls outside the op's domain"
         self.retry_at = clock() + RETRY_SECONDS
         self._install()
-        self._tell_fallback()
+        if tells:
+            _tell_fallbacks([self])
 
     # ---- resolution -------------------------------------------------------------------------------------------------
 
@@ -166,12 +173,15 @@ class Chain:
         mine = [one.library for one in self.op.implementations if one.serves(self.device) and self._allows("native")]
         return [library for library in mine if library is not None]
 
-    def _tell_fallback(self) -> None:
+    @property
+    def fallback(self) -> str:
+        """Who serves in the place of whom the policy wants, and why; "" where it is as wanted."""
         wanted = self.choice or "native"
         got = self.selected and self.selected.provider
-        if self.falls_back and got != wanted and (self.choice or got == "reference"):
-            reasons = [f"{one.label}: {one.reason}" for one in self.candidates if one.resolved == UNAVAILABLE]
-            self._warn("unavailable", f"served by {got} on {self.device}, as {'; '.join(reasons)}")
+        if not self.falls_back or got == wanted or not (self.choice or got == "reference"):
+            return ""
+        reasons = [f"{one.label}: {one.reason}" for one in self.candidates if one.resolved == UNAVAILABLE]
+        return f"served by {got} on {self.device}, as {'; '.join(reasons)}"
 
     # ---- the call ---------------------------------------------------------------------------------------------------
 
@@ -303,17 +313,33 @@ class Chain:
         self._install()
 
     def _warn(self, kind: str, message: str) -> None:
-        """One warning per op, device and kind of event in the life of the process."""
-        key = (self.op.name, self.device, kind)
-        if key not in _warned:
-            _warned.add(key)
+        if self.is_new(kind):
             log.warning("%s: %s", self.op.name, message)
+
+    def is_new(self, kind: str) -> bool:
+        """True once per op, device and kind of event in the life of the process: that often it is warned of."""
+        key = (self.op.name, self.device, kind)
+        known = key in _warned
+        _warned.add(key)
+        return not known
+
+
+def _tell_fallbacks(chains: Iterable[Chain]) -> None:
+    """One warning for all ops that fall back for the same reason."""
+    told: dict[str, list[str]] = {}
+    for chain in chains:
+        if chain.fallback and chain.is_new("unavailable"):
+            told.setdefault(chain.fallback, []).append(chain.op.name)
+    for fallback, ops in told.items():
+        log.warning("%s: %s", ", ".join(ops), fallback)
 
 
 def resolve(only: Iterable[str] | None = None, device: str = "cpu", policy: Policy | None = None) -> list[Chain]:
     """The chains of some ops (default: all): the live ones of the policy in force, fresh ones for another policy."""
     wanted = [get(name) for name in (names() if only is None else only)]
-    return [op.chain(device) if policy is None else Chain(op, device, policy) for op in wanted]
+    chains = [op.chain(device, tells=False) if policy is None else Chain(op, device, policy, tells=False) for op in wanted]
+    _tell_fallbacks(chains)
+    return chains
 
 
 def require(only: Iterable[str] | None = None, device: str = "cpu", policy: Policy | None = None) -> list[Chain]:

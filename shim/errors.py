@@ -21,9 +21,10 @@ class RegistrationError(OpshimError):
 class UnknownNameError(OpshimError, KeyError):
     """An op, provider, policy or level that does not exist; the message lists those that do."""
 
-    def __init__(self, what: str, name: str, known):
+    def __init__(self, what: str, name: str, known, note: str = ""):
         self.what, self.name, self.known = what, name, sorted(known)
-        super().__init__(f"unknown {what} '{name}'; known: {', '.join(self.known) or 'none'}")
+        words = f"unknown {what} '{name}'; known: {', '.join(self.known) or 'none'}"
+        super().__init__("; ".join([words, *[note] * bool(note)]))
 
     def __str__(self) -> str:  # KeyError would quote the message
         return self.args[0]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import logging
 import mmap
 import os
 import platform
@@ -32,8 +31,6 @@ from typing import Protocol
 import torch  # brings the OpenMP runtime that native libraries are linked against
 
 from shim.errors import BuildError
-
-log = logging.getLogger("opshim")
 
 ABSENT = "not there"
 MARK = b"OPSHIM_BUILD_INFO"
@@ -141,10 +138,14 @@ class NativeLibrary:
             yield path, self._places[path]
 
     def findings(self) -> list[tuple[Path, str]]:
-        """What the search for precompiled libraries found at each place so far, in words."""
+        """What the search for precompiled libraries found at each place so far, in words, and what was compiled since."""
         with self._lock:
-            places = [(path, self._places.get(path, "not needed")) for path in self.paths()]
-        return [(path, "loaded" if isinstance(found, Loaded) else found) for path, found in places]
+            places = {path: self._places.get(path, "not needed") for path in self.paths()}
+            built = self._built and self._built[0]
+        told = {path: "loaded" if isinstance(found, Loaded) else found for path, found in places.items()}
+        if isinstance(built, Loaded) and told.get(built.path) != "loaded":
+            told[built.path] = "compiled now"
+        return list(told.items())
 
     def paths(self) -> list[Path]:
         """The files that the search looks for, in order."""
@@ -178,7 +179,6 @@ class NativeLibrary:
             return hopeless, ""
         failure = self._failed.get(identity.key, "") if isinstance(identity, Identity) else str(identity)
         if not failure:
-            log.info("compiling %s into %s", self.spec.filename, folder)
             try:
                 self.spec.build(folder)
             except BuildError as error:

@@ -107,13 +107,13 @@ class Op:
         self.implementations.append(implementation)
         self.chains.clear()
 
-    def chain(self, device: str):
-        """The resolved chain for a device type ("cpu", "cuda")."""
+    def chain(self, device: str, tells: bool = True):
+        """The resolved chain for a device type ("cpu", "cuda"). `tells`: of a fallback, as it is resolved."""
         chain = self.chains.get(device)
         if chain is None:
             from shim.dispatch import Chain  # dispatch needs Op; the chain is built on first use
 
-            chain = self.chains[device] = Chain(self, device)
+            chain = self.chains[device] = Chain(self, device, tells=tells)
         return chain
 
     def providers(self) -> list[str]:

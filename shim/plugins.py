@@ -11,16 +11,26 @@ import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterable
+from importlib.machinery import SourceFileLoader
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
 from shim import providers
-from shim.errors import OpshimError, RegistrationError
+from shim.errors import OpshimError, RegistrationError, UnknownNameError
 from shim.op import registrations, restore
 
 GROUP = "opshim.providers"
 _loaded: dict[str, object] = {}  # what was loaded already: path or entry point -> module
+_idle: dict[str, str] = {}  # provider files that registered nothing: path -> as it was given
+
+
+class _Source(SourceFileLoader):
+    """Python source under any suffix. No bytecode is kept, as Python would keep one for both mylib.py and mylib.txt."""
+
+    def path_stats(self, path):
+        raise OSError("no bytecode")
 
 
 def load_file(path: str | os.PathLike) -> ModuleType:
@@ -28,17 +38,20 @@ def load_file(path: str | os.PathLike) -> ModuleType:
     file = Path(path).resolve()
     if str(file) not in _loaded:
         if not file.is_file():
-            raise RegistrationError(f"provider file {path} does not exist")
+            raise RegistrationError(f"provider file {path} {'is a folder' if file.is_dir() else 'does not exist'}")
         name = f"opshim_provider_{file.stem}_{abs(hash(str(file))):x}"
-        spec = importlib.util.spec_from_file_location(name, file)
+        spec = importlib.util.spec_from_loader(name, _Source(name, str(file)))
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # dataclasses and pickle look modules up there
+        before = registrations()
         try:
             _registering(lambda: spec.loader.exec_module(module), f"provider file {path}", str(file))
         except RegistrationError:
             del sys.modules[name]
             raise
         _loaded[str(file)] = module
+        if registrations() == before:
+            _idle[str(file)] = str(path)
     return _loaded[str(file)]
 
 
@@ -62,7 +75,13 @@ def load_all(environ=os.environ) -> None:
 
 def forget(path: str | os.PathLike) -> None:
     """Lets `load_file` import a file again (its registrations are undone by `shim.op.temporary`)."""
-    _loaded.pop(str(Path(path).resolve()), None)
+    for known in (_loaded, _idle):
+        known.pop(str(Path(path).resolve()), None)
+
+
+def unknown(what: str, provider: str, known: Iterable[str]) -> UnknownNameError:
+    """The error for a provider that nobody registered, with the files that registered nothing at all."""
+    return UnknownNameError(what, provider, known, f"{', '.join(_idle.values())} registered nothing" if _idle else "")
 
 
 def _registering(load, what: str, file: str | None):

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from shim import plugins
 from shim.errors import OpshimError, UnknownNameError
 from shim.op import get, names
 
@@ -59,7 +60,7 @@ class Policy:
         for op, provider in self.providers.items():
             known = get(op).providers()
             if provider not in known:
-                raise UnknownNameError(f"provider of {op}", provider, known)
+                raise plugins.unknown(f"provider of {op}", provider, known)
 
 
 def _choice(text: str) -> tuple[str, str]:

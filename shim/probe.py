@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import re
 import shutil
 import subprocess
@@ -173,6 +174,7 @@ def _vllm(static: bool) -> Iterator[Check]:
         yield Check("vllm", FAIL, str(error))
     from vllm.platforms import current_platform
 
+    logging.getLogger("torch._library.triton").addFilter(_not_about_triton)  # it speaks as vLLM's modules are imported
     for hook in plugin.hooks(current_platform.device_type):
         try:
             for target, parameters in hook.targets.items():
@@ -180,6 +182,11 @@ def _vllm(static: bool) -> Iterator[Check]:
             yield Check(f"hook {hook.name}", PASS, hook.how)
         except OpshimError as error:
             yield Check(f"hook {hook.name}", FAIL, str(error), "a supported vLLM, or --policy auto without this hook")
+
+
+def _not_about_triton(record: logging.LogRecord) -> bool:
+    """Not what torch warns of wherever there is no Triton, as on every CPU: it looks like a finding of the probe."""
+    return not record.getMessage().startswith("Triton not available, find_triton_kernels")
 
 
 def _device(static: bool) -> Iterator[Check]:

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from shim.dispatch import Chain
 
 
-UNASKED = "serves only by explicit choice"  # the reason of a candidate that nobody chose: people are not told of it
+UNASKED = "serves only by explicit choice"  # the reason of a candidate that nobody chose
 
 
 def text(chains: Sequence[Chain]) -> str:
-    """A headline per op and a line per candidate, then the search paths of libraries and certificates."""
+    """A headline per op and a line per candidate; then those that have no line, as nobody chose them, and the search
+    paths of libraries and certificates."""
     told = {chain: [one for one in chain.candidates if one.reason != UNASKED] for chain in chains}
+    unasked = dict.fromkeys(one.label for chain in chains for one in chain.candidates if one.reason == UNASKED)
     rows = [(one.label, one.state) for candidates in told.values() for one in candidates]
     label, state = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = []
@@ -25,6 +27,8 @@ def text(chains: Sequence[Chain]) -> str:
         lines.append(f"{chain.op.name}   {chain.device}")
         for one in told[chain]:
             lines.append(f"  {one.label:{label}}  {one.state:{state}}  {one.told}".rstrip())
+    if unasked:
+        lines.append(f"not listed above, as each {UNASKED} (--provider OP=PROVIDER): {', '.join(unasked)}")
     places = {library.spec.filename: library.findings() for library in _libraries(chains)}
     for device in dict.fromkeys(chain.device for chain in chains):
         places[f"certificates ({device})"] = certificates.findings(device)

@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.meta.looking import edit, look, model  # noqa: F401 - fixtures
-from shim import dispatch, health, policy
+from shim import dispatch, health, plugins, policy
 from shim.op import temporary
 
 
@@ -16,6 +16,7 @@ def scratch(tmp_path, monkeypatch):
     monkeypatch.delenv("OPSHIM_CERTIFICATES", raising=False)
     monkeypatch.setenv("OPSHIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(dispatch, "_warned", set())
+    monkeypatch.setattr(plugins, "_idle", {})
     policy.set_policy(None)
     with temporary():
         yield tmp_path

@@ -1,6 +1,7 @@
 """What the ops did is on /metrics, from all processes, and in the table of `runner.py status`."""
 
 import http.server
+import socket
 import threading
 
 import pytest
@@ -70,3 +71,17 @@ def test_a_url_without_opshim_is_said_so(capsys):
     server.shutdown()
     assert "has no opshim_ metrics" in capsys.readouterr().err
     assert status.status("http://127.0.0.1:9") == 2
+
+
+def test_what_does_not_speak_http_has_no_status(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = "http://{}:{}".format(*listener.getsockname())
+
+        def answer():
+            with listener.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert status.status(url) == 2
+    assert capsys.readouterr().err == f"status: {url}/metrics: BadStatusLine('SSH-2.0\\r\\n')\n"

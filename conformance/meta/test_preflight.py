@@ -34,6 +34,12 @@ def test_the_bundled_model_has_a_finding_of_each_kind_and_none_that_stops(look):
     assert plan.max_model_len is None
 
 
+def test_one_op_is_counted_as_one(look, monkeypatch):
+    monkeypatch.setenv("OPSHIM_PROVIDER", "moe_sum=reference")
+    (one,) = look()[1]["libraries"]
+    assert "11 ops by libopshim_cpu.so" in one.text and ", 1 op by reference;" in one.text
+
+
 def test_a_dry_run_prints_all_and_says_so(scratch):
     result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(free_port())])
     assert result.exit_code == 0, result.output

@@ -1,6 +1,8 @@
 """`probe` names what is missing or changed, and ends with 1 only then."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -11,6 +13,12 @@ from shim import probe
 def manifest(tmp_path, monkeypatch):
     monkeypatch.setattr(probe, "MANIFEST", tmp_path / "lib" / "manifest.json")
     return probe.MANIFEST
+
+
+def test_nothing_is_told_but_the_table():
+    done = subprocess.run([sys.executable, "runner.py", "probe", "--static"], cwd=probe.ROOT, capture_output=True, text=True, check=False)
+    assert all(line[:6] in ("PASS  ", "FAIL  ", "SKIP  ") for line in done.stdout.splitlines())
+    assert "Triton not available" not in done.stderr
 
 
 def findings(capsys) -> dict[str, dict]:

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 import runner
 import shim
+from conformance.meta.scratch import script
 
 UNAVAILABLE = """
 import shim
@@ -95,6 +96,22 @@ def test_an_unknown_level_or_device_names_the_known_ones(run):
     refused(run("ops", "--device", "tpu"), "unknown device 'tpu'", "cpu")
 
 
+@pytest.mark.parametrize("command", ["status", "conform-server"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://", "http://127.0.0.1:80a", "ftp://127.0.0.1"])
+def test_what_is_no_url_of_a_server_is_refused_in_the_same_words(run, command, url):
+    refused(run(command, url), f"opshim: '{url}' is no URL of a server, such as http://127.0.0.1:8000")
+
+
+def test_build_refuses_archs_that_the_kernels_or_nvcc_do_not_have(run, scratch, monkeypatch):
+    nvcc = script(scratch / "nvcc", f'test "$1" = --list-gpu-code && echo sm_75 sm_80 sm_90 || touch {scratch / "compiled"}')
+    monkeypatch.setenv("NVCC", str(nvcc))
+    for arch in ("75", "33", "80,75"):
+        wrong = arch.split(",")[-1]
+        words = f"unknown GPU arch '{wrong}'; known: 80, 90, 90a; opshim's kernels need sm_80 or later"
+        refused(run("build", "--arch", arch, "--folder", scratch / "lib"), words)
+    assert not (scratch / "compiled").exists() and not (scratch / "lib").exists()
+
+
 def test_a_choice_without_a_provider_says_how_to_write_it(run):
     refused(run("ops", "--provider", "moe_sum"), "op=provider", "'moe_sum'")
 
@@ -105,6 +122,13 @@ def test_a_provider_file_that_does_not_import_is_named_with_its_line(run, tmp_pa
     refused(run("ops", "--provider-file", file), "not_there_at_all", f"{file}:3")
     result = run("serve", model, "--port", free_port, "--provider-file", file)
     refused(result, "not_there_at_all", f"{file}:3")
+
+
+def test_a_provider_file_that_is_no_python_or_registers_nothing_is_named(run, tmp_path):
+    for content, words in ((b"\x7fELF\0", "does not import"), (b"import shim\n", "registered nothing")):
+        file = tmp_path / f"{len(content)}.txt"
+        file.write_bytes(content)
+        refused(run("conform", "--provider-file", file, "--provider", "mylib"), str(file), words)
 
 
 def test_a_provider_file_with_a_wrong_signature_is_named_with_its_line(run, tmp_path):

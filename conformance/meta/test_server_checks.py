@@ -103,7 +103,6 @@ def test_a_failure_is_exit_code_1_with_what_was_expected(conform_server):
     ("arguments", "word"),
     [
         (["http://127.0.0.1:9"], "no server answers at http://127.0.0.1:9"),
-        (["127.0.0.1:8000"], "no URL"),
         (["http://127.0.0.1:9", "--check", "speed"], "unknown check 'speed'; known: "),
         (["http://127.0.0.1:9", "--json", "/not/there/result.json"], "folder /not/there does not exist"),
     ],

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import platform
 import signal
 import sys
 import time
@@ -39,6 +40,24 @@ def test_second_build_does_nothing(scratch, logged):
     assert examine(built.path, built.identity) is None
     assert build_library(spec, scratch / "lib").seconds == 0.0
     assert logged() == before
+
+
+def test_a_compile_is_told_before_it_begins_and_nothing_else_is(scratch, caplog, monkeypatch):
+    spec, told = tiny_spec(scratch, "one", "two"), []
+    run = build._run
+    monkeypatch.setattr(build, "_run", lambda *command: told.append(caplog.messages[:]) or run(*command))
+    for _ in range(2):
+        build_library(spec, scratch / "lib")
+    words = f"compiling {scratch / 'lib' / 'libtiny.so'} for {platform.machine()}, 2 of 2 objects"
+    assert (told[0], caplog.messages) == ([words], [words])
+
+
+def test_each_library_is_given_as_it_is_ready(scratch):
+    specs = [tiny_spec(scratch / name) for name in ("first", "second")]
+    libraries = build.build_all(specs=specs)
+    assert next(libraries).path.exists()
+    assert not specs[1].package.exists()
+    assert next(libraries).path.exists()
 
 
 def test_only_what_changed_is_compiled_again(scratch, logged):
@@ -125,6 +144,20 @@ def test_failing_compile_shows_the_compilers_message(scratch):
     assert "undeclared_thing" in str(error.value)
     assert error.value.lasting
     assert [path.name for path in (scratch / "lib").iterdir()] == [".tiny.lock"]
+
+
+def test_failed_build_leaves_the_library_that_was_there(scratch):
+    spec = tiny_spec(scratch, "one", "two")
+    built = build_library(spec, scratch / "lib")
+    before = built.path.read_bytes()
+    (spec.folder / "two.cpp").write_text("int two(\n")
+    with pytest.raises(BuildError, match="two.cpp"):
+        list(build.build_all(scratch / "lib", [spec]))
+    assert built.path.read_bytes() == before
+    built.path.unlink()
+    with pytest.raises(BuildError, match="two.cpp"):
+        list(build.build_all(scratch / "lib", [spec]))
+    assert not built.path.exists(), "a library that lacks a symbol"
 
 
 def test_compiler_killed_by_the_system_is_worth_another_try(scratch, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shim
+from ops_native import libraries
 from shim import device
 
 
@@ -77,3 +78,11 @@ def test_other_architectures_have_the_base_set(monkeypatch):
     monkeypatch.delenv("OPSHIM_CPU_ISA", raising=False)
     monkeypatch.setattr(device.platform, "machine", lambda: "aarch64")
     assert device.cpu_isas() == ["base"]
+
+
+def test_a_gpu_that_is_too_old_is_said_before_anything_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("OPSHIM_CACHE", str(tmp_path))
+    monkeypatch.setattr(libraries, "cuda_archs", lambda: ("75",))
+    library = shim.loading.NativeLibrary("cuda", libraries.CUDA.spec, unfit=libraries.CUDA.unfit)
+    assert library.compiled({"f": "p"}).reason == "needs GPUs of sm_80 or later, here is sm_75"
+    assert not list(tmp_path.iterdir())

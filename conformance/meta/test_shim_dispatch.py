@@ -349,8 +349,29 @@ def test_table_has_aligned_lines_and_the_search_path(op, scratch):
     assert lines[3].startswith("  native:jit          selected     ")
     assert lines[4] == "  reference           ready"
     assert lines[5] == "search path of libtiny.so"
-    assert all(line.endswith("not there") for line in lines[6:8])
+    assert [line.split("libtiny.so")[1].strip() for line in lines[6:8]] == ["not there", "compiled now"]
     assert lines[8] == "search path of certificates (cpu)"
+
+
+def test_table_names_whom_nobody_chose(op, scratch):
+    for name in ("p", "q"):
+        provider(op, name, explicit=True)
+    provider(double_op("other"), "q", explicit=True)
+    line = "not listed above, as each serves only by explicit choice (--provider OP=PROVIDER): "
+    lines = shim.table.text(dispatch.resolve([op.name, "other"])).splitlines()
+    assert [one for one in lines if line in one] == [f"{line}p, q"]
+    lines = shim.table.text(dispatch.resolve([op.name], policy=Policy(providers={op.name: "p"}))).splitlines()
+    assert [one for one in lines if line in one] == [f"{line}q"]
+
+
+def test_ops_that_fall_back_for_one_reason_are_one_warning(op, scratch, caplog):
+    for one in (op, double_op("other")):
+        provider(one, "p", available=lambda: "libp.so is missing")
+    for _ in range(2):
+        dispatch.resolve([op.name, "other"])
+        op(torch.ones(1))
+    (told,) = caplog.messages
+    assert told.startswith(f"{op.name}, other: served by reference on cpu, as p: libp.so is missing")
 
 
 def test_table_for_programs(op, scratch):
@@ -359,4 +380,4 @@ def test_table_for_programs(op, scratch):
     assert data["policy"] == "strict"
     assert data["ops"][0]["selected"] == "native:jit"
     assert data["ops"][0]["candidates"][1]["build"]["arch"]
-    assert [place["finding"] for place in data["libraries"][0]["places"]] == ["not there", "not there"]
+    assert [place["finding"] for place in data["libraries"][0]["places"]] == ["not there", "compiled now"]

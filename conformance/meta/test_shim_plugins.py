@@ -9,6 +9,8 @@ import torch
 import shim
 from conformance.meta.scratch import double_op
 from shim import plugins
+from shim.candidates import bind
+from shim.policy import Policy
 
 GOOD = """import shim
 
@@ -35,9 +37,41 @@ def test_provider_file_registers_and_loads_once(write):
     assert op(torch.ones(1)).item() == 41
 
 
-def test_missing_file_is_named(scratch):
+@pytest.mark.parametrize("name", ["mine.txt", "mine", "mine.so"])
+def test_provider_file_is_python_whatever_its_suffix(write, name):
+    op = double_op()
+    plugins.load_file(write(GOOD, name))
+    assert op(torch.ones(1)).item() == 41
+
+
+def test_files_that_differ_in_their_suffix_alone_share_no_bytecode(write):
+    op = double_op()
+    for name, text in (("mine.py", GOOD), ("mine.txt", GOOD.replace('"mine"', '"most"').replace("40", "50"))):
+        path = write(text, name)
+        os.utime(path, (1e9, 1e9))
+        plugins.load_file(path)
+    assert op.providers() == ["mine", "most", "native", "reference"]
+
+
+def test_missing_file_is_named_and_so_is_a_folder(scratch):
     with pytest.raises(shim.RegistrationError, match="provider file .*absent.py does not exist"):
         plugins.load_file(scratch / "absent.py")
+    with pytest.raises(shim.RegistrationError, match=f"provider file {scratch} is a folder"):
+        plugins.load_file(scratch)
+
+
+def test_an_unknown_provider_is_told_with_the_files_that_registered_nothing(write):
+    op = double_op()
+    idle, good = write("import shim\n", "idle.py"), write(GOOD)
+    plugins.load_file(good)
+    plugins.load_file(idle)
+    for ask in (lambda: bind(op, "cpu", "idle"), Policy(providers={"double": "idle"}).validate):
+        with pytest.raises(shim.UnknownNameError) as error:
+            ask()
+        assert str(error.value).endswith(f"known: mine, native, reference; {idle} registered nothing")
+    plugins.forget(idle)
+    with pytest.raises(shim.UnknownNameError, match="reference$"):
+        bind(op, "cpu", "idle")
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import httpx
 import openai
 
 from shim.errors import OpshimError
+from shim.vllm_plugin.status import root_of
 
 TIMEOUT = 120.0  # seconds for one answer
 TOP = 5  # log-probabilities per token, where two answers are compared
@@ -103,11 +104,9 @@ class Server:
     """The server at a URL; ServerError where there is none that answers as OpenAI's API does."""
 
     def __init__(self, url: str, timeout: float = TIMEOUT):
-        self.root = re.sub(r"(/v1)?/*$", "", url)
+        self.root = root_of(url)
         self.key = os.environ.get("OPENAI_API_KEY") or "none"
         self.timeout = timeout
-        if not re.match(r"https?://[^/]", self.root):
-            raise ServerError(f"'{url}' is no URL of a server, such as http://127.0.0.1:8000")
         self.http = httpx.Client(base_url=self.root, headers=self.headers, timeout=timeout)
         self.openai = openai.OpenAI(base_url=f"{self.root}/v1", api_key=self.key, max_retries=0, timeout=timeout)
         model = self._models()[0]

@@ -91,7 +91,7 @@ def libraries(plan: Plan) -> Iterator[Finding]:
     chosen = [chain for chain in plan.chains if chain.selected is not None]
     builds = Counter(_build(chain.selected) for chain in chosen)
     certified = [chain.op.name for chain in chosen if chain.selected.certificate.valid]
-    told = ", ".join(f"{count} ops by {build}" for build, count in builds.items())
+    told = ", ".join(f"{count} op{'s' * (count > 1)} by {build}" for build, count in builds.items())
     rest = len(plan.chains) - len(certified)
     if not rest:
         yield Finding("libraries", f"{told}; all certified for this build and device")

@@ -7,6 +7,10 @@ import re
 import sys
 import urllib.error
 import urllib.request
+from http.client import HTTPException
+from urllib.parse import urlsplit
+
+from shim.errors import OpshimError
 
 _LINE = re.compile(r'^opshim_(\w+?)(?:_total)?\{(.*)\} (\S+)$', re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -15,18 +19,32 @@ SHOWN = ("calls", "failures", "refusals", "outside_domain", "non_finite", "break
 
 def status(url: str, as_json: bool = False) -> int:
     """Prints the table. 0; 1 where a breaker is open or an answer was not finite; 2 where nobody answers, or no opshim."""
-    address = f"{url.rstrip('/').removesuffix('/v1')}/metrics"
+    address = f"{root_of(url)}/metrics"
     try:
         with urllib.request.urlopen(address, timeout=10) as answer:
             rows = read(answer.read().decode())
-    except (OSError, ValueError) as error:
-        print(f"status: {address}: {getattr(error, 'reason', error)}", file=sys.stderr)
+    except (OSError, ValueError, HTTPException) as error:
+        why = repr(error) if isinstance(error, HTTPException) else getattr(error, "reason", error)
+        print(f"status: {address}: {why}", file=sys.stderr)
         return 2
     if not rows:
         print(f"status: {address} has no opshim_ metrics: the server was not started by runner.py serve", file=sys.stderr)
         return 2
     print(json.dumps(rows, indent=2) if as_json else table(rows))
     return 1 if any(row["breaker_open"] or row["non_finite"] for row in rows) else 0
+
+
+def root_of(url: str) -> str:
+    """A server's URL without the path of its API; OpshimError for what is none."""
+    root = re.sub(r"(/v1)?/*$", "", url)
+    try:
+        parts = urlsplit(root)
+        named = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # a port that is no number
+        named = False
+    if not named:
+        raise OpshimError(f"'{url}' is no URL of a server, such as http://127.0.0.1:8000")
+    return root
 
 
 def read(text: str) -> list[dict]:
