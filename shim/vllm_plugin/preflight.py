@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from shim import device as devices
+from shim import variables
 from shim.errors import OpshimError
 from shim.loading import shown, user_cache
 from shim.vllm_plugin import capacity, preflight_model, sizes
@@ -109,6 +110,14 @@ def _build(candidate) -> str:
         return candidate.label
     file = candidate.library.path.name
     return f"{file} {candidate.build['identity'][:8]} ({candidate.library.info['arch']})"
+
+
+def environment(plan: Plan) -> Iterator[Finding]:
+    """The values were checked before anything began."""
+    for name, meant in variables.unknown(plan.environ):
+        yield Finding("environment", f"{name} is no variable of opshim", f"is {meant} meant?" if meant else "not read")
+    given = [f"{name}={plan.environ[name]}" for name in variables.NAMES if plan.environ.get(name)]
+    yield Finding("environment", ", ".join(given) or "no variable of opshim is set")
 
 
 def disk(plan: Plan) -> Iterator[Finding]:
@@ -216,6 +225,7 @@ def memory(plan: Plan) -> Iterator[Finding]:
 CHECKS = {
     "device": device,
     "libraries": libraries,
+    "environment": environment,
     "options": preflight_model.options,
     "shapes": preflight_model.shapes,
     "checkpoint": preflight_model.weights,
