@@ -24,7 +24,7 @@ QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
 def test_the_bundled_model_has_a_finding_of_each_kind_and_none_that_stops(look):
     plan, told = look()
     free(told)
-    assert list(told) == [*preflight.CHECKS, "model class"]
+    assert list(told) == [*preflight.CHECKS, "model class", "options"]
     assert all(len(findings) == 1 for findings in told.values())
     text = {name: findings[0].text for name, findings in told.items()}
     assert "cores" in text["device"] and "of memory" in text["device"]

@@ -38,9 +38,10 @@ def preflight(plan: Plan, tell: Callable[[Finding], None], verdict: Check | None
     importing = ImportCheck(plan.architecture, module) if module else None
     findings = []
     try:
-        checks = CHECKS | {"model class": lambda plan: preflight_model.model_class(plan, importing)}
-        if verdict:
-            checks["tokenizer"] = lambda plan: preflight_model.arguments(plan, verdict)
+        checks = CHECKS | {  # those that wait for a process come last
+            "model class": lambda plan: preflight_model.model_class(plan, importing),
+            "options": lambda plan: preflight_model.arguments(plan, verdict),
+        }
         for name, check in checks.items():
             for one in _safely(name, check, plan):
                 findings.append(one)
@@ -226,7 +227,6 @@ CHECKS = {
     "device": device,
     "libraries": libraries,
     "environment": environment,
-    "options": preflight_model.options,
     "shapes": preflight_model.shapes,
     "checkpoint": preflight_model.weights,
     "KV cache": cache,
