@@ -1,6 +1,7 @@
 """What `serve` finds out before the engine is built: every finding, and everything that must stop it, with its words."""
 
 import json
+import socket
 
 import pytest
 import torch
@@ -54,6 +55,29 @@ def test_a_dry_run_ends_with_the_code_of_what_stands_in_the_way(model, monkeypat
     assert result.exit_code == USAGE
     assert len(result.stderr.splitlines()) == 1
     assert "model.safetensors is cut short: by its header it has 6502936 bytes, in truth 1000000" in result.stderr
+
+
+def test_a_dry_run_has_a_row_for_a_port_in_use_beside_all_others(scratch, monkeypatch):
+    monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    monkeypatch.setattr(arguments, "Verdict", lambda *of: None)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(port)])
+    told = f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+    assert (result.exit_code, result.stderr) == (USAGE, f"opshim: nothing is started: port: {told}\n")
+    assert result.stdout.splitlines()[-1] == f"  port         STOP: {told}" and "  KV cache     1.0 GiB" in result.stdout
+
+
+@pytest.mark.parametrize("given", [["--require-certified"], ["--dtype", "float32", "--max-model-len", "5000"]])
+def test_that_nothing_is_started_is_told_on_stderr_whatever_the_reason(scratch, monkeypatch, given):
+    monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    monkeypatch.setattr(arguments, "Verdict", lambda *of: None)
+    result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(free_port()), *given])
+    assert result.exit_code == (UNSERVED if given == ["--require-certified"] else USAGE)
+    assert result.stderr.startswith("opshim: nothing is started: ") and len(result.stderr.splitlines()) == 1
+    assert "nothing is started" not in result.stdout
 
 
 def test_a_model_named_by_an_empty_text_is_not_the_bundled_one():

@@ -115,10 +115,12 @@ def _build(candidate) -> str:
 
 def environment(plan: Plan) -> Iterator[Finding]:
     """The values were checked before anything began."""
-    for name, meant in variables.unknown(plan.environ):
+    strangers = list(variables.unknown(plan.environ))
+    for name, meant in strangers:
         yield Finding("environment", f"{name} is no variable of opshim", f"is {meant} meant?" if meant else "not read")
     given = [f"{name}={plan.environ[name]}" for name in variables.NAMES if plan.environ.get(name)]
-    yield Finding("environment", ", ".join(given) or "no variable of opshim is set")
+    if given or not strangers:
+        yield Finding("environment", ", ".join(given) or "no variable of opshim is set")
 
 
 def disk(plan: Plan) -> Iterator[Finding]:

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import TextIO
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
@@ -87,7 +88,8 @@ def serve(
     `dry_run`: does all but start vLLM. OpshimError for wrong usage, and for what stands in the way."""
     model, options = split(arguments, host, port)
     rules = () if request_policy is None else request_rules.parse(request_policy)
-    check_port(host, port)
+    if not dry_run:  # which tells of it together with all else
+        check_port(host, port)
     model = find_model(model, weights=options.get("--load-format") != "dummy")
     device = check_vllm()
 
@@ -109,22 +111,22 @@ def serve(
     unserved = [chain.op.name for chain in chains if chain.selected is None]
     if unserved:
         hint = " that is certified ('runner.py conform' certifies)" if chosen.require_certified else ""
-        say(f"nothing is started: policy {chosen.mode} leaves {', '.join(unserved)} without an implementation{hint}")
-        return UNSERVED
+        why = f"policy {chosen.mode} leaves {', '.join(unserved)} without an implementation{hint}"
+        return _not_started(why, UNSERVED)
     _show_hooks(device, needed)
 
     print("preflight", flush=True)
     plan = Plan(model, options, dtype, device, chosen.mode, chains)
     findings = preflight(plan, lambda one: print(one, flush=True), Verdict(model.path, options.given))
-    check_port(host, port)
-    print(Finding("port", f"{port} on {host} is free"), flush=True)
+    try:
+        check_port(host, port)
+        findings.append(Finding("port", f"{port} on {host} is free"))
+    except ServeError as error:
+        findings.append(Finding("port", str(error), code=USAGE))
+    print(findings[-1], flush=True)
     stop = min((one for one in findings if one.code), key=lambda one: one.code, default=None)
     if stop:
-        problem = f"nothing is started: {stop.name}: {stop.text}"
-        if stop.code == USAGE:
-            raise ServeError(problem)
-        say(problem)
-        return stop.code
+        return _not_started(f"{stop.name}: {stop.text}", stop.code)
     if plan.max_model_len:
         options.given += ["--max-model-len", str(plan.max_model_len)]  # the last one counts
     command, environment = vllm_command(model, options, host, port, device, rules)
@@ -331,5 +333,10 @@ def calls_table(rows, selected: Mapping[str, str]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def say(text: str) -> None:
-    print(f"opshim: {text}", flush=True)
+def say(text: str, file: TextIO | None = None) -> None:
+    print(f"opshim: {text}", file=file, flush=True)
+
+
+def _not_started(why: str, code: int) -> int:
+    say(f"nothing is started: {why}", sys.stderr)
+    return code
