@@ -25,10 +25,16 @@ JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results
 
 
 class Command(click.Command):
-    """One whose first sentence stands in the list of commands uncut."""
+    """One whose first sentence stands in the list of commands uncut, and that begins with a look at opshim's variables."""
 
     def get_short_help_str(self, limit=45):
         return super().get_short_help_str(200)
+
+    def invoke(self, ctx):
+        from shim import variables
+
+        variables.check()
+        return super().invoke(ctx)
 
 
 class Commands(click.Group):

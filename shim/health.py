@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from shim import variables
 from shim.errors import OpshimError
 
 log = logging.getLogger("opshim")
@@ -27,7 +28,6 @@ MAGIC = b"opshim counters 1"
 EVENTS = ("calls", "failures", "refusals", "outside_domain", "non_finite", "breaker_open")
 CALLS, FAILURES, REFUSALS, OUTSIDE, NON_FINITE, IS_OPEN = range(len(EVENTS))
 IS_SELECTED, IS_CERTIFIED = 6, 7  # what the chain decided, beside what happened
-WATCH = "OPSHIM_WATCH_NON_FINITE"
 _RECORD, _LANES, _NAME, _RECORDS = 256, 32, 64, 4096  # bytes and uint64 lanes per record, offset of the name, capacity
 
 
@@ -165,7 +165,7 @@ def _totals(run_dir: str | os.PathLike) -> list[tuple[tuple[str, str], list[int]
 def watched(function: Callable, op: str, label: str, slot: int) -> Callable:
     """The function, with answers that hold NaN or infinity counted and the first one warned about; as it is unless
     OPSHIM_WATCH_NON_FINITE=1. Watching waits for the device; what is captured into a CUDA graph is not watched."""
-    if os.environ.get(WATCH) != "1":
+    if not variables.is_on("OPSHIM_WATCH_NON_FINITE"):
         return function
 
     @functools.wraps(function)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shim import plugins
+from shim import plugins, variables
 from shim.errors import OpshimError, UnknownNameError
 from shim.op import get, names
 
-MODES = ("strict", "auto", "reference")
+MODES = variables.VALUES["OPSHIM_POLICY"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Policy:
         and OPSHIM_REQUIRE_CERTIFIED (1) for what they leave out. Mode defaults to auto."""
         inherited = [choice for choice in environ.get("OPSHIM_PROVIDER", "").split(",") if choice.strip()]
         providers = dict(map(_choice, [*inherited, *choices]))
-        certified = require_certified or environ.get("OPSHIM_REQUIRE_CERTIFIED", "") not in ("", "0")
+        certified = require_certified or variables.is_on("OPSHIM_REQUIRE_CERTIFIED", environ)
         return cls(mode or environ.get("OPSHIM_POLICY") or "auto", providers, certified)
 
     def environment(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 import pytest
 
 from conformance.meta.looking import edit, look, model  # noqa: F401 - fixtures
-from shim import dispatch, health, plugins, policy
+from shim import dispatch, health, plugins, policy, variables
 from shim.op import temporary
 
 
@@ -11,9 +11,8 @@ from shim.op import temporary
 def scratch(tmp_path, monkeypatch):
     """A clean shim: ops and providers registered by the test are forgotten, no OPSHIM_ variable is set but the cache,
     the policy is the default; gives the test's folder."""
-    for name in ("POLICY", "PROVIDER", "PROVIDER_FILES", "LIBRARY_PATH", "RUN_DIR", "CPU_ISA", "REQUIRE_CERTIFIED"):
-        monkeypatch.delenv(f"OPSHIM_{name}", raising=False)
-    monkeypatch.delenv("OPSHIM_CERTIFICATES", raising=False)
+    for name in variables.NAMES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPSHIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(dispatch, "_warned", set())
     monkeypatch.setattr(plugins, "_idle", {})

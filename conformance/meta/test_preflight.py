@@ -1,6 +1,8 @@
 """What `serve` finds out before the engine is built: every finding, and everything that must stop it, with its words."""
 
 import json
+import socket
+import sys
 
 import pytest
 import torch
@@ -24,7 +26,7 @@ QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
 def test_the_bundled_model_has_a_finding_of_each_kind_and_none_that_stops(look):
     plan, told = look()
     free(told)
-    assert list(told) == [*preflight.CHECKS, "model class"]
+    assert list(told) == [*preflight.CHECKS, "model class", "options"]
     assert all(len(findings) == 1 for findings in told.values())
     text = {name: findings[0].text for name, findings in told.items()}
     assert "cores" in text["device"] and "of memory" in text["device"]
@@ -44,7 +46,7 @@ def test_a_dry_run_prints_all_and_says_so(scratch):
     result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(free_port())])
     assert result.exit_code == 0, result.output
     *_, command, last = result.stdout.splitlines()
-    assert "vllm serve" in command and last == "opshim: dry run: nothing stands in the way, nothing is started"
+    assert f" {sys.executable} -m shim.vllm_plugin.launch {BUNDLED} " in command and last == "opshim: dry run: nothing stands in the way, nothing is started"
     assert "qwen3_next.py of vLLM imports" in result.stdout
     assert "tokenizer    vLLM loads it from " in result.stdout
     for folder in ("imports", "arguments"):
@@ -60,6 +62,29 @@ def test_a_dry_run_ends_with_the_code_of_what_stands_in_the_way(model, monkeypat
     assert result.exit_code == USAGE
     assert len(result.stderr.splitlines()) == 1
     assert "model.safetensors is cut short: by its header it has 6502936 bytes, in truth 1000000" in result.stderr
+
+
+def test_a_dry_run_has_a_row_for_a_port_in_use_beside_all_others(scratch, monkeypatch):
+    monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    monkeypatch.setattr(arguments, "Verdict", lambda *of: None)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(port)])
+    told = f"cannot listen on 127.0.0.1 port {port}: Address already in use"
+    assert (result.exit_code, result.stderr) == (USAGE, f"opshim: nothing is started: port: {told}\n")
+    assert result.stdout.splitlines()[-1] == f"  port         STOP: {told}" and "  KV cache     1.0 GiB" in result.stdout
+
+
+@pytest.mark.parametrize("given", [["--require-certified"], ["--dtype", "float32", "--max-model-len", "5000"]])
+def test_that_nothing_is_started_is_told_on_stderr_whatever_the_reason(scratch, monkeypatch, given):
+    monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    monkeypatch.setattr(arguments, "Verdict", lambda *of: None)
+    result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(free_port()), *given])
+    assert result.exit_code == (UNSERVED if given == ["--require-certified"] else USAGE)
+    assert result.stderr.startswith("opshim: nothing is started: ") and len(result.stderr.splitlines()) == 1
+    assert "nothing is started" not in result.stdout
 
 
 def test_a_model_named_by_an_empty_text_is_not_the_bundled_one():

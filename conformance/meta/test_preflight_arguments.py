@@ -146,9 +146,20 @@ def test_only_what_vllm_says_of_the_arguments_stops(look, monkeypatch, problem, 
             return problem
 
     monkeypatch.setattr(preflight_model, "other_plugins", lambda: plugins)
-    (found,) = preflight_model.arguments(look()[0], Said())
-    assert (found.name, found.code) == (name, code)
-    assert problem is None or problem.removeprefix(f"{name}: ") in found.text
+    found = {one.name: one for one in preflight_model.arguments(look()[0], Said())}
+    assert list(found) == ["options", "tokenizer"], "a row each, whatever vLLM says"
+    assert {one.name: one.code for one in found.values() if one.code} == ({name: code} if code else {})
+    assert problem is None or problem.removeprefix(f"{name}: ") in found[name].text
+
+
+def test_what_vllm_and_opshim_do_not_take_is_told_beside_each_other(look):
+    class Said:
+        def result(self):
+            return "options: unrecognized arguments: --x"
+
+    *options, tokenizer = preflight_model.arguments(look("--uds", "x")[0], Said())
+    assert [(one.name, one.code) for one in options] == [("options", USAGE)] * 2
+    assert tokenizer.text == "not checked, as vLLM does not take the options"
 
 
 def test_what_passed_is_asked_again_once_an_option_or_a_file_is_another(model, monkeypatch):

@@ -26,6 +26,9 @@ STAND_IN = """
 import http.server, os, signal, subprocess, sys
 rules = os.environ.get("OPSHIM_REQUEST_POLICY")
 print("arguments:", sys.argv, "policy:", os.environ["OPSHIM_POLICY"], "rules:", rules, flush=True)
+left_out = ("OPSHIM_RUN_DIR", "VLLM_API_KEY")
+own = {name: value for name, value in os.environ.items() if name.startswith(("OPSHIM_", "VLLM_", "HF_", "TORCH_"))}
+print("variables:", sorted((name, value) for name, value in own.items() if value and name not in left_out), flush=True)
 
 def main():
     behaviour = os.environ["BEHAVIOUR"]
@@ -67,13 +70,13 @@ def serve(tmp_path):
     (model / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors
     started = []
 
-    def start(behaviour, *arguments):
+    def start(behaviour, *arguments, variables=()):
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         command = [sys.executable, ROOT / "runner.py", "serve", model, "--policy", "reference", "--port", str(port)]
         paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour}
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour} | dict(variables)
         process = subprocess.Popen(
             [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -153,6 +156,32 @@ def test_the_request_policy_reaches_the_child(serve):
     process, _ = serve("serves", "--request-policy", "refuse_large_n")
     told = lines_until(process.stderr, "arguments:")[-1]
     assert "'--middleware', 'shim.vllm_plugin.request_policy.RequestPolicy'" in told and "rules: refuse_large_n" in told
+
+
+def test_the_line_that_is_told_starts_the_same_by_hand(serve, tmp_path):
+    """In a shell that has nothing of what was set for the command itself."""
+    file = tmp_path / "it's mine.py"
+    file.write_text("import shim\n\n\n@shim.implementation('moe_sum', provider='mine')\ndef sums(y, topk_ids=None):\n    pass\n")
+    given = ["--provider-file", file, "--provider", "moe_sum=mine", "--request-policy", "refuse_large_n"]
+    variables = {"OPSHIM_MOE": "staged", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_API_KEY": "secret"}
+    process, _ = serve("serves", *given, "--hf-overrides", '{"a": 1}', variables=variables)
+    line = lines_until(process.stdout, "shim.vllm_plugin.launch")[-1].removeprefix("opshim: ")
+    assert "secret" not in line
+    told, own = (lines_until(process.stderr, word)[-1] for word in ("arguments:", "variables:"))
+    process.terminate()
+    process.communicate(timeout=60)
+
+    paths = os.pathsep.join([str(tmp_path / "stand_in"), str(ROOT)])
+    environment = {"PATH": os.environ["PATH"], "BEHAVIOUR": "serves", "PYTHONPATH": paths}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    by_hand = subprocess.Popen(["bash", "-c", f"exec env {line}"], env=environment, start_new_session=True, **pipes)
+    try:
+        assert [lines_until(by_hand.stdout, word)[-1] for word in ("arguments:", "variables:")] == [told, own]
+    finally:
+        os.killpg(by_hand.pid, signal.SIGKILL)
+        by_hand.communicate()
+    for text in ("'OPSHIM_POLICY', 'reference'", "'OPSHIM_PROVIDER', 'moe_sum=mine'", "it's mine.py", "'0|1'", "'staged'"):
+        assert text in own
 
 
 def test_a_child_that_ignores_the_signal_is_ended_by_a_second_one(serve):

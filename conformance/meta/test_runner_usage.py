@@ -160,7 +160,8 @@ def test_serve_refuses_a_port_in_use(run, model):
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        refused(run("serve", model, "--port", port), f"127.0.0.1 port {port}", "in use")
+        refused(result := run("serve", model, "--port", port), f"127.0.0.1 port {port}", "in use")
+        assert not result.stdout
 
 
 def test_serve_refuses_a_folder_that_is_not_there(run, free_port):
@@ -202,4 +203,4 @@ def test_strict_starts_nothing_while_an_op_is_unserved(run, tmp_path, model, fre
     result = run("serve", model, "--port", free_port, "--provider-file", file, *choices)
     assert result.exit_code == 3, result.output
     assert "needs a device that is elsewhere" in result.output
-    assert "policy strict leaves moe_sum without an implementation" in result.output
+    assert "nothing is started: policy strict leaves moe_sum without an implementation" in result.stderr

@@ -178,7 +178,7 @@ def test_no_sampler_is_compiled_by_nvcc_at_start_unless_asked_for(monkeypatch, c
         monkeypatch.setenv(name, given)
     monkeypatch.setattr(serve.util, "find_spec", lambda package: installed or None)
     model = serve.Model("/model", "model", True, {})
-    _, environment = serve.vllm_command(model, serve.Options([]), "127.0.0.1", 8000, device)
+    _, environment = serve.vllm_command(model, serve.Options([]), "127.0.0.1", 8000, device, {})
     assert environment.get(name) == value
     assert (f"{name}=0" in capsys.readouterr().out) is (value == "0")
 

@@ -23,14 +23,13 @@ from vllm.platforms import current_platform
 from vllm.utils.torch_utils import direct_register_custom_op
 
 import shim
-from shim.errors import UnknownNameError
+from shim import variables
 from shim.vllm_plugin.hooking import falls_back, miss, require
 
 STAGES = ("moe_align_block_size", "grouped_gemm", "moe_sum")
 fused_moe = shim.get("fused_moe")
 moe_align_block_size, grouped_gemm, moe_sum = map(shim.get, STAGES)
 ROWS_PER_EXPERT = 4  # on average, from which on the stages serve
-FORMS = ("auto", "fused", "staged")
 
 
 class ShimExperts(UnquantizedFusedMoEMethod):
@@ -96,9 +95,7 @@ def _refusal(moe) -> str | None:
 
 def form(device: str, environ=os.environ) -> str:
     """How a layer runs: fused, staged, or auto for whichever suits each batch."""
-    chosen = environ.get("OPSHIM_MOE", "auto")
-    if chosen not in FORMS:
-        raise UnknownNameError("OPSHIM_MOE", chosen, FORMS)
+    chosen = variables.value("OPSHIM_MOE", environ) or "auto"
     if chosen == "auto" and falls_back("fused_moe", device):
         return "staged"
     if chosen == "auto" and (device == "cuda" or any(falls_back(stage, device) for stage in STAGES)):

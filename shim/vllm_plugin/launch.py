@@ -1,7 +1,7 @@
-"""vLLM's `serve` command as a child of serve.py: `python -m shim.vllm_plugin.launch LIFELINE ARGUMENTS...`
+"""vLLM's `serve` command: `python -m shim.vllm_plugin.launch ARGUMENTS...`, as a child of serve.py, or by hand.
 
-LIFELINE is the reading end of a pipe whose other end the parent holds. When the parent is gone, however it went, the
-whole process group ends: no engine is ever left behind without the command that started it.
+OPSHIM_LIFELINE is the reading end of a pipe whose other end the parent holds. When the parent is gone, however it went,
+the whole process group ends: no engine is ever left behind without the command that started it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from importlib import metadata
 
 from shim.vllm_plugin import metrics
 
+LIFELINE = "OPSHIM_LIFELINE"
+
 
 def main() -> None:
-    lifeline = int(sys.argv[1])
-    os.set_inheritable(lifeline, False)
-    threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
-    sys.argv = ["vllm", "serve", *sys.argv[2:]]
+    if LIFELINE in os.environ:
+        lifeline = int(os.environ.pop(LIFELINE))
+        os.set_inheritable(lifeline, False)
+        threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
+    sys.argv = ["vllm", "serve", *sys.argv[1:]]
     _name_distribution()
     _whole_names()
     if os.environ.get("OPSHIM_RUN_DIR"):

@@ -13,12 +13,12 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shim import plugins, policy
+from shim import plugins, policy, variables
 from shim.errors import OpshimError
 from shim.vllm_plugin import hooking, versions
 from shim.vllm_plugin.versions import Hook, HookError
 
-PREFIX, COPIED = "OPSHIM_", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+COPIED = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 _registered = False
 
 
@@ -42,6 +42,7 @@ def _register() -> None:
     from vllm.platforms import current_platform
 
     _log_with_vllm()
+    variables.check()
     versions.check_version(vllm.__version__)
     _reach_other_machines(os.environ)
     plugins.load_all()
@@ -105,8 +106,8 @@ def _reach_other_machines(environ) -> None:
     """Lets vLLM copy opshim's variables to its Ray workers. The list of such prefixes is also part of the key under
     which vLLM keeps what torch.compile made, so that it never takes a graph that was traced without the hooks."""
     prefixes = [prefix for prefix in environ.get(COPIED, "").split(",") if prefix]
-    if PREFIX not in prefixes:
-        environ[COPIED] = ",".join([*prefixes, PREFIX])
+    if variables.PREFIX not in prefixes:
+        environ[COPIED] = ",".join([*prefixes, variables.PREFIX])
 
 
 def _set(hook: Hook, version: str) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from shim import device as devices
+from shim import variables
 from shim.errors import OpshimError
 from shim.loading import shown, user_cache
 from shim.vllm_plugin import capacity, preflight_model, sizes
@@ -37,9 +38,10 @@ def preflight(plan: Plan, tell: Callable[[Finding], None], verdict: Check | None
     importing = ImportCheck(plan.architecture, module) if module else None
     findings = []
     try:
-        checks = CHECKS | {"model class": lambda plan: preflight_model.model_class(plan, importing)}
-        if verdict:
-            checks["tokenizer"] = lambda plan: preflight_model.arguments(plan, verdict)
+        checks = CHECKS | {  # those that wait for a process come last
+            "model class": lambda plan: preflight_model.model_class(plan, importing),
+            "options": lambda plan: preflight_model.arguments(plan, verdict),
+        }
         for name, check in checks.items():
             for one in _safely(name, check, plan):
                 findings.append(one)
@@ -109,6 +111,16 @@ def _build(candidate) -> str:
         return candidate.label
     file = candidate.library.path.name
     return f"{file} {candidate.build['identity'][:8]} ({candidate.library.info['arch']})"
+
+
+def environment(plan: Plan) -> Iterator[Finding]:
+    """The values were checked before anything began."""
+    strangers = list(variables.unknown(plan.environ))
+    for name, meant in strangers:
+        yield Finding("environment", f"{name} is no variable of opshim", f"is {meant} meant?" if meant else "not read")
+    given = [f"{name}={plan.environ[name]}" for name in variables.NAMES if plan.environ.get(name)]
+    if given or not strangers:
+        yield Finding("environment", ", ".join(given) or "no variable of opshim is set")
 
 
 def disk(plan: Plan) -> Iterator[Finding]:
@@ -216,7 +228,7 @@ def memory(plan: Plan) -> Iterator[Finding]:
 CHECKS = {
     "device": device,
     "libraries": libraries,
-    "options": preflight_model.options,
+    "environment": environment,
     "shapes": preflight_model.shapes,
     "checkpoint": preflight_model.weights,
     "KV cache": cache,

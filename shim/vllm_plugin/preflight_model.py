@@ -38,10 +38,38 @@ def model_class(plan: Plan, importing: ImportCheck | None) -> Iterator[Finding]:
         yield Finding(name, f"the installed vLLM knows no {architecture}: expected a newer one", code=USAGE)
 
 
-def options(plan: Plan) -> Iterator[Finding]:
+def arguments(plan: Plan, verdict: Check | None) -> Iterator[Finding]:
+    """The options, by opshim's rules and vLLM's parser, and the tokenizer, by vLLM's loader. `verdict`: of vLLM on
+    both, None where it is not asked."""
+    problem = verdict and verdict.result()
+    name, _, text = (problem or "").partition(": ")
+    unknown = [Finding("options", text, code=USAGE)] if name == "options" else []
+    yield from [*_refused(plan), *unknown] or [Finding("options", "opshim honours all that were given")]
+    if verdict:
+        yield _tokenizer(plan, problem)
+
+
+def _tokenizer(plan: Plan, problem: str | None) -> Finding:
+    name, _, text = (problem or "").partition(": ")
+    plugins = other_plugins()
+    if problem is None:
+        where = shown(Path(plan.options.get("--tokenizer") or plan.model.path))
+        skipped = "--skip-tokenizer-init" in plan.options
+        return Finding("tokenizer", "none, as --skip-tokenizer-init" if skipped else f"vLLM loads it from {where}")
+    if name == "options":
+        return Finding("tokenizer", "not checked, as vLLM does not take the options")
+    if name != "tokenizer":
+        return Finding("tokenizer", f"not checked, nor are the options' names: {problem}")
+    if plugins and "No tokenizer registered" in text:
+        return Finding("tokenizer", text, f"left to vLLM, as a plugin ({', '.join(plugins)}) may bring it")
+    return Finding("tokenizer", text, code=USAGE)
+
+
+def _refused(plan: Plan) -> Iterator[Finding]:
+    """Options that opshim cannot honour."""
     asked = honoured.Asked(plan.options, plan.dtype, plan.device, plan.quantized)
-    refused = list(honoured.refused(asked, tuple(chain.op.name for chain in plan.chains), plan.environ))
-    for given, rule in refused:
+    needed = tuple(chain.op.name for chain in plan.chains)
+    for given, rule in honoured.refused(asked, needed, plan.environ):
         reason = f"{given}: {rule.reason}"
         if not rule.ops:
             yield Finding("options", f"{reason}: it cannot be honoured", code=USAGE)
@@ -50,23 +78,6 @@ def options(plan: Plan) -> Iterator[Finding]:
             yield Finding("options", f"{reason}; {unused}", code=USAGE)
         else:
             yield Finding("options", reason, f"vLLM's own code serves instead of {', '.join(rule.ops)}")
-    if not refused:
-        yield Finding("options", "opshim honours all that were given")
-
-
-def arguments(plan: Plan, verdict: Check) -> Iterator[Finding]:
-    problem, plugins = verdict.result(), other_plugins()
-    name, _, text = (problem or "").partition(": ")
-    if problem is None:
-        where = shown(Path(plan.options.get("--tokenizer") or plan.model.path))
-        skipped = "--skip-tokenizer-init" in plan.options
-        yield Finding("tokenizer", "none, as --skip-tokenizer-init" if skipped else f"vLLM loads it from {where}")
-    elif name not in ("options", "tokenizer"):
-        yield Finding("tokenizer", f"not checked, nor are the options' names: {problem}")
-    elif plugins and "No tokenizer registered" in text:
-        yield Finding(name, text, f"left to vLLM, as a plugin ({', '.join(plugins)}) may bring it")
-    else:
-        yield Finding(name, text, code=USAGE)
 
 
 def shapes(plan: Plan) -> Iterator[Finding]:

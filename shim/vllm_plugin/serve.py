@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import TextIO
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
-from shim.vllm_plugin import capacity, sizes
+from shim.vllm_plugin import capacity, launch, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
 from shim.vllm_plugin.honoured import DTYPES
@@ -87,7 +88,8 @@ def serve(
     `dry_run`: does all but start vLLM. OpshimError for wrong usage, and for what stands in the way."""
     model, options = split(arguments, host, port)
     rules = () if request_policy is None else request_rules.parse(request_policy)
-    check_port(host, port)
+    if not dry_run:  # which tells of it together with all else
+        check_port(host, port)
     model = find_model(model, weights=options.get("--load-format") != "dummy")
     device = check_vllm()
 
@@ -109,29 +111,31 @@ def serve(
     unserved = [chain.op.name for chain in chains if chain.selected is None]
     if unserved:
         hint = " that is certified ('runner.py conform' certifies)" if chosen.require_certified else ""
-        say(f"nothing is started: policy {chosen.mode} leaves {', '.join(unserved)} without an implementation{hint}")
-        return UNSERVED
+        why = f"policy {chosen.mode} leaves {', '.join(unserved)} without an implementation{hint}"
+        return _not_started(why, UNSERVED)
     _show_hooks(device, needed)
 
     print("preflight", flush=True)
     plan = Plan(model, options, dtype, device, chosen.mode, chains)
     findings = preflight(plan, lambda one: print(one, flush=True), Verdict(model.path, options.given))
-    check_port(host, port)
-    print(Finding("port", f"{port} on {host} is free"), flush=True)
+    try:
+        check_port(host, port)
+        findings.append(Finding("port", f"{port} on {host} is free"))
+    except ServeError as error:
+        findings.append(Finding("port", str(error), code=USAGE))
+    print(findings[-1], flush=True)
     stop = min((one for one in findings if one.code), key=lambda one: one.code, default=None)
     if stop:
-        problem = f"nothing is started: {stop.name}: {stop.text}"
-        if stop.code == USAGE:
-            raise ServeError(problem)
-        say(problem)
-        return stop.code
+        return _not_started(f"{stop.name}: {stop.text}", stop.code)
     if plan.max_model_len:
         options.given += ["--max-model-len", str(plan.max_model_len)]  # the last one counts
-    command, environment = vllm_command(model, options, host, port, device, rules)
+    own = startup.environment(chosen, provider_files)
+    if rules:
+        own[request_rules.VARIABLE] = ",".join(rules)
+    command, environment = vllm_command(model, options, host, port, device, own)
     if dry_run:
         say("dry run: nothing stands in the way, nothing is started")
         return STOPPED
-    environment |= startup.environment(chosen, provider_files)
     selected = {chain.op.name: chain.selected.label for chain in chains}
     scheme = "https" if "--ssl-certfile" in options else "http"
     url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
@@ -253,11 +257,11 @@ def served_dtype(config: Mapping, dtype: str) -> str:
 
 
 def vllm_command(
-    model: Model, options: Options, host: str, port: int, device: str, rules: Sequence[str] = ()
+    model: Model, options: Options, host: str, port: int, device: str, own: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of vLLM's `serve`; what the user gave wins over each default, which is told."""
-    command = [model.path, "--host", host, "--port", str(port)]
-    environment = dict(os.environ)
+    """Command and environment of vLLM's `serve`; what the user gave wins over each default. `own`: opshim's variables.
+    Both are told, as a line that can be run by hand."""
+    command = [sys.executable, "-m", launch.__name__, model.path, "--host", host, "--port", str(port)]
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if model.local:
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -271,16 +275,17 @@ def vllm_command(
             defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
     elif util.find_spec("flashinfer_jit_cache") is None:
         defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else nvcc compiles it first, for 100 s
-    taken = {name: value for name, value in defaults.items() if name not in environment}
-    if rules:
+    if request_rules.VARIABLE in own:
         command += ["--middleware", request_rules.PATH]
-        taken[request_rules.VARIABLE] = ",".join(rules)
-    environment |= taken
+    environment = defaults | os.environ | own
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "opshim" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},opshim"
     command += options.given
-    say(" ".join([*(f"{name}={value}" for name, value in taken.items()), "vllm serve", shlex.join(command)]))
+    theirs = (name for name in os.environ if name.startswith(("OPSHIM_", "VLLM_")) and name != "VLLM_API_KEY")
+    names = dict.fromkeys([*defaults, *own, *theirs])  # an empty one is none
+    line = [f"{name}={shlex.quote(environment[name])}" for name in names if environment[name]]
+    say(" ".join([*line, shlex.join(command)]))
     return command, environment
 
 
@@ -331,5 +336,10 @@ def calls_table(rows, selected: Mapping[str, str]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def say(text: str) -> None:
-    print(f"opshim: {text}", flush=True)
+def say(text: str, file: TextIO | None = None) -> None:
+    print(f"opshim: {text}", file=file, flush=True)
+
+
+def _not_started(why: str, code: int) -> int:
+    say(f"nothing is started: {why}", sys.stderr)
+    return code

@@ -11,10 +11,12 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
+
+from shim.vllm_plugin.launch import LIFELINE
 
 GRACE = 15.0  # seconds from the first signal to SIGKILL
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,14 +50,15 @@ class Supervisor:
     causes: list[str] = field(default_factory=list)
     displaced: bool = False
 
-    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> End:
-        """Starts launch.py with arguments of vLLM's `serve`, and stays until it has ended or a signal ended it."""
+    def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
+        """Starts a command that ends with its OPSHIM_LIFELINE (launch.py), and stays until it has ended or a signal
+        ended it."""
         before = {number: signal.signal(number, self._stopped) for number in STOPS}
         lifeline, held = os.pipe()
         try:
             child = subprocess.Popen(
-                [sys.executable, "-m", "shim.vllm_plugin.launch", str(lifeline), *arguments],
-                env=environment,
+                command,
+                env=environment | {LIFELINE: str(lifeline)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

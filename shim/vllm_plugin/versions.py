@@ -13,6 +13,7 @@ import os
 import re
 from dataclasses import dataclass, field
 
+from shim import variables
 from shim.errors import OpshimError
 
 OLDEST, NEWEST = (0, 24), (0, 33)
@@ -272,7 +273,7 @@ def check_version(version: str, environ=os.environ) -> None:
     """HookError for a vLLM that the plugin does not know, unless OPSHIM_ALLOW_ANY_VLLM=1."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     known = numbers is not None and OLDEST <= tuple(map(int, numbers.groups())) <= NEWEST
-    if not known and environ.get(ANY) != "1":
+    if not known and not variables.is_on(ANY, environ):
         raise HookError(
             f"vLLM {version} is not supported: opshim knows {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]} "
             f"(set {ANY}=1 to try it, or VLLM_PLUGINS= to run vLLM without opshim)"
