@@ -165,7 +165,7 @@ def test_the_line_that_is_told_starts_the_same_by_hand(serve, tmp_path):
     given = ["--provider-file", file, "--provider", "moe_sum=mine", "--request-policy", "refuse_large_n"]
     variables = {"OPSHIM_MOE": "staged", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_API_KEY": "secret"}
     process, _ = serve("serves", *given, "--hf-overrides", '{"a": 1}', variables=variables)
-    line = lines_until(process.stdout, "shim.vllm_plugin.launch")[-1].removeprefix("opshim: ")
+    line = lines_until(process.stdout, "curl")[-3].removeprefix("opshim: ")
     assert "secret" not in line
     told, own = (lines_until(process.stderr, word)[-1] for word in ("arguments:", "variables:"))
     process.terminate()
