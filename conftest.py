@@ -79,7 +79,8 @@ def pytest_configure(config):
     config.stash[COLLECTOR] = Collector()
     config.pluginmanager.register(config.stash[COLLECTOR])
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(workers.threads(workers.cores(), count))
+    # no more than torch would take by itself, which OMP_NUM_THREADS bounds
+    torch.set_num_threads(min(torch.get_num_threads(), workers.threads(workers.cores(), count)))
     folder = option.replay_dir or Path(option.report_dir or user_cache()) / "replay"
     files = [str(Path(file).resolve()) for file in option.provider_file]
     replay.run = replay.Run(Path(folder).absolute(), option.seed, files)

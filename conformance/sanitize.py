@@ -122,10 +122,9 @@ def checker() -> str:
     return found
 
 
-def watched(tool: str, log: Path, command: list[str], seconds: float, jobs: int = 1) -> Outcome:
-    """The program under the tool; when its time is over it is interrupted, and then killed with what it has started.
-    jobs: among how many such processes conftest.py is to divide the cores."""
-    variables = {"OMP_NUM_THREADS": "1", "OPSHIM_CUBLASLT": "0", "PYTEST_XDIST_WORKER_COUNT": str(jobs)}
+def watched(tool: str, log: Path, command: list[str], seconds: float) -> Outcome:
+    """The program under the tool; when its time is over it is interrupted, and then killed with what it has started."""
+    variables = {"OMP_NUM_THREADS": "1", "OPSHIM_CUBLASLT": "0"}
     variables |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
     given = [checker(), "--tool", tool, "--kernel-name", OURS, "--print-limit", "50", "--log-file", str(log)]
     log.unlink(missing_ok=True)
@@ -154,8 +153,7 @@ def interrupt(session: int) -> None:
 
 def suite(level: str, expression: str) -> list[str]:
     cases = ["-m", "pytest", "conformance/test_cases.py", "--device", DEVICE, "--level", level, "-k", expression]
-    cases += ["--judge-on", "cpu"]
-    return [*cases, "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "--no-header", "--no-summary"]
+    return [*cases, "--judge-on", "cpu", "-p", "no:xdist", "-p", "no:cacheprovider", "-q", "--no-header", "--no-summary"]
 
 
 def selected(ops: list[str], level: str, expression: str) -> list[str]:
@@ -167,7 +165,7 @@ def selected(ops: list[str], level: str, expression: str) -> list[str]:
     return re.findall(rf"^\S+::test_case\[{DEVICE}-(.+)\]$", done.stdout, re.MULTILINE)
 
 
-def check(part: Part, out: Path, level: str, expression: str, end: float, jobs: int = 1) -> Outcome | None:
+def check(part: Part, out: Path, level: str, expression: str, end: float) -> Outcome | None:
     """end: when it is interrupted, by time.monotonic(). None: there is no time left to begin."""
     seconds = end - time.monotonic()
     if seconds <= 0:
@@ -175,7 +173,7 @@ def check(part: Part, out: Path, level: str, expression: str, end: float, jobs: 
     chosen = f"({expression}) and not graph_replay" if part.tool == "memcheck" else expression
     mine = [f"--op={part.op}", f"--part={part.which}/{part.parts}", f"--case-timeout={seconds}"]
     log = out / f"{part.op}.{part.tool}.{part.which}.log"
-    outcome = watched(part.tool, log, [*suite(level, chosen), *mine], seconds, jobs)
+    outcome = watched(part.tool, log, [*suite(level, chosen), *mine], seconds)
     log.with_suffix(".txt").write_text(outcome.said)
     return outcome
 
@@ -237,7 +235,7 @@ def main(ops, tools, level, expression, jobs, seconds, out) -> None:
     print(f"memcheck finds what was put there for it ({control.found} errors)", flush=True)
     print(f"{sum(p.cases for p in parts)} cases in {len(parts)} processes, {jobs} at a time", flush=True)
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(check, part, out, level, expression, end, jobs): part for part in parts}
+        running = {pool.submit(check, part, out, level, expression, end): part for part in parts}
         waiting = Counter((part.op, part.tool) for part in parts)
         for one in as_completed(running):
             of = running[one].op, running[one].tool

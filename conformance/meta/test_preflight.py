@@ -46,7 +46,8 @@ def test_a_dry_run_prints_all_and_says_so(scratch):
     result = CliRunner().invoke(runner.main, ["serve", "--dry-run", "--port", str(free_port())])
     assert result.exit_code == 0, result.output
     *_, command, last = result.stdout.splitlines()
-    assert f" {sys.executable} -m shim.vllm_plugin.launch {BUNDLED} " in command and last == "opshim: dry run: nothing stands in the way, nothing is started"
+    assert f" {sys.executable} -m shim.vllm_plugin.launch {BUNDLED} " in command
+    assert last == "opshim: dry run: nothing stands in the way, nothing is started"
     assert "qwen3_next.py of vLLM imports" in result.stdout
     assert "tokenizer    vLLM loads it from " in result.stdout
     for folder in ("imports", "arguments"):

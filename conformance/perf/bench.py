@@ -136,7 +136,7 @@ def speeds(names: Sequence[str], device: str, providers: Sequence[str]) -> Itera
             ms = dict(zip(functions, others, strict=True))
             row = {"op": name, "size": case.id.removeprefix(f"{name}-layer-"), "reference_ms": reference}
             row["providers"] = {
-                provider: {"ms": ms.get(provider), "speedup": reference / ms[provider] if not why else None, "reason": why}
+                provider: {"ms": ms.get(provider), "speedup": None if why else reference / ms[provider], "reason": why}
                 for provider, why in refusals.items()
             }
             yield row

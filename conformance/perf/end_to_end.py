@@ -4,12 +4,12 @@
     python -m conformance.perf.end_to_end --model models/opshim-tiny --requests 4 --tokens-in 64 --tokens-out 16
 
 Without a model, one of eight layers of Qwen3.5-35B-A3B's sizes is made up (dummy weights; with so few, the host takes
-longer for a step of one request than the GPU, which --layers 24 changes). Each of the two is an engine
-of its own with empty compile caches. They start one after the other, the second while the first is idle in memory, and
-then measure round by round (shim, stock, stock, shim, ...): a host whose speed changes within minutes changes it for
-both, and what counts is the ratio of a round. The first round of each meets what is compiled late. An idle engine takes
-next to no time from the other: its processes block, workers that are processes of their own (on CPUs) a second after
-their last step, which is why each round begins with a rest.
+longer for a step of one request than the GPU, which --layers 24 changes). Each of the two is an engine of its own with
+empty compile caches. They start one after the other, the second while the first is idle in memory, and then measure
+round by round (shim, stock, stock, shim, ...): a host whose speed changes within minutes changes it for both, and what
+counts is the ratio of a round. The first round of each meets what is compiled late. An idle engine takes next to no time
+from the other: its processes block, workers that are processes of their own (on CPUs) a second after their last step,
+which is why each round begins with a rest.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ def _cell(shape: str, values: list[float], *beside: float) -> str:
 
 @click.command()
 @click.option("--model", type=click.Path(exists=True, file_okay=False), help="Default: made up, of real size.")
-@click.option("--layers", default=8, show_default=True, type=click.IntRange(4), help="Of the model that is made up.")
+@click.option("--layers", type=click.IntRange(4), help="Of the model that is made up.  [default: 8]")
 @click.option("--requests", default=64, show_default=True, help="At once.")
 @click.option("--tokens-in", default=1024, show_default=True)
 @click.option("--tokens-out", default=128, show_default=True)
@@ -207,6 +207,9 @@ def _cell(shape: str, values: list[float], *beside: float) -> str:
 @click.option("--keep-logs", type=click.Path(file_okay=False, path_type=Path), help="vLLM's logs stay in this folder.")
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Write all measurements here.")
 def main(model, layers, requests, tokens_in, tokens_out, times, timeout, keep_logs, out) -> None:
+    if model and layers:
+        raise click.UsageError("--layers is of the model that is made up, not of --model")
+    layers = layers or 8
     with tempfile.TemporaryDirectory(prefix="opshim-end-to-end-", ignore_cleanup_errors=True) as name:
         folder, logs = Path(name), keep_logs or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
@@ -214,7 +217,8 @@ def main(model, layers, requests, tokens_in, tokens_out, times, timeout, keep_lo
         found = compare(given, times, timeout, folder, logs)
     print(table(found))
     if out:
-        sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out, "model": model or REAL | {"layers": layers}}
+        sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out}
+        sizes["model"] = model or REAL | {"num_hidden_layers": layers}
         out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "sizes": sizes, **found}, indent=1) + "\n")
 
 

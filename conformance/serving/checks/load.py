@@ -40,13 +40,13 @@ def aborted_stream_frees_its_slot(server: Server) -> str:
             first = _leave(server, body | {"stream": stream}, min(max(0.5, first), seconds / 4))
             counted, idle = _counted(server, before), server.idle()
             expect(idle is not None, f"{server.busy():.0f} still run or wait 15 s after the client left")
-            tokens, after = server.metric(MADE) - before, time.monotonic() - begun
-            if counted and tokens < made and after < 0.8 * seconds:
+            more, after = server.metric(MADE) - before, time.monotonic() - begun
+            if counted and more < made and after < 0.8 * seconds:
                 break
             in_time += first < seconds / 2
             if in_time == ATTEMPTS:
                 expect(counted, f"the request was not counted within {LATEST:.0f} s, {ATTEMPTS} times")
-                last = f"{tokens:.0f} of {made:.0f} tokens, free after {after:.1f} s of {seconds:.1f}"
+                last = f"{more:.0f} of {made:.0f} tokens, free after {after:.1f} s of {seconds:.1f}"
                 expect(False, f"the answer goes on for a client that has left, {ATTEMPTS} times; at last {last}")
         else:
             need(False, f"the client did not get to leave in time, {MOST_ATTEMPTS} times: this machine is too busy")
