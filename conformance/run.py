@@ -29,6 +29,7 @@ from torch import Tensor
 
 import shim
 from conformance import compare
+from conformance.accelerator import first_configurations, settle
 from conformance.case import DTYPE_NAMES, Case
 from conformance.compare import Evaluation, Finding
 from conformance.memory import Watch, named_outputs
@@ -150,6 +151,8 @@ def run(case: Case, target: Target, base_seed: int = 0) -> Result:
         return result.skipped("not_offered", target.missing)
     if target.unavailable:
         return result.failed("unavailable", target.unavailable)
+    if target.device == "cuda":
+        first_configurations()
     target = replace(target, calls=[])
     judgement = _must_refuse if case.raises else _must_hold if case.check else _must_be_right
     with much_memory(target.device) if case.memory else nullcontext():
@@ -319,8 +322,7 @@ def _timed(function: Callable, arguments: dict[str, Any], device: str) -> tuple[
     """What the call returned, and its milliseconds; an error of an asynchronous device is raised here."""
     start = time.perf_counter()
     returned = function(**arguments)
-    if device == "cuda":
-        torch.cuda.synchronize()
+    settle(device)
     return returned, 1e3 * (time.perf_counter() - start)
 
 

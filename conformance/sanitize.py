@@ -2,6 +2,7 @@
 
     python -m conformance.sanitize                       memcheck and racecheck, level quick, every op
     python -m conformance.sanitize --tool memcheck --op moe_sum --seconds 600 --out OUT
+    python -m conformance.sanitize --tool memcheck --op moe_sum --out OUT --resume    the rest, if time was up
 
 The tool slows a process down by an order of magnitude, so an op's cases are spread over processes, several at a time, and
 what judges them runs on the CPU. An op is clean under a tool when all its cases have ended; when the time is over, what
@@ -13,6 +14,8 @@ first it is given a kernel that reads beyond its input, and has to find that.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -29,6 +32,7 @@ from pathlib import Path
 import click
 
 from conformance.conform import end_session
+from ops_native.build import cuda_spec
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
@@ -53,6 +57,10 @@ class Part:
     which: int
     parts: int
     cases: int
+
+    def log(self, out: Path) -> Path:
+        """The tool's; beside it, as .txt, what pytest said."""
+        return out / f"{self.op}.{self.tool}.{self.which}.log"
 
 
 @dataclass(frozen=True)
@@ -137,7 +145,10 @@ def watched(tool: str, log: Path, command: list[str], seconds: float) -> Outcome
             break
         except subprocess.TimeoutExpired:
             then(child.pid)
-    logged = log.read_text(errors="replace") if log.exists() else ""
+    return outcome_of(log.read_text(errors="replace") if log.exists() else "", said)
+
+
+def outcome_of(logged: str, said: str) -> Outcome:
     sums = SUMMARY.findall(logged)
     found = sum(int(errors or hazards) for errors, hazards in sums) if sums else len(RECORD.findall(logged))
     return Outcome(found, bool(sums), said)
@@ -172,10 +183,37 @@ def check(part: Part, out: Path, level: str, expression: str, end: float) -> Out
         return None
     chosen = f"({expression}) and not graph_replay" if part.tool == "memcheck" else expression
     mine = [f"--op={part.op}", f"--part={part.which}/{part.parts}", f"--case-timeout={seconds}"]
-    log = out / f"{part.op}.{part.tool}.{part.which}.log"
+    log = part.log(out)
     outcome = watched(part.tool, log, [*suite(level, chosen), *mine], seconds)
     log.with_suffix(".txt").write_text(outcome.said)
     return outcome
+
+
+def ended(part: Part, out: Path) -> Outcome | None:
+    """What an earlier run left of it in `out`, if it came to its end."""
+    log = part.log(out)
+    said = log.with_suffix(".txt")
+    if not (log.exists() and said.exists()):
+        return None
+    outcome = outcome_of(log.read_text(errors="replace"), said.read_text())
+    return outcome if outcome.summed and outcome.counts().total() == part.cases else None
+
+
+def begin(out: Path, cases: list[str], parts: list[Part], resume: bool) -> None:
+    """`out` for a run of these cases: without their logs, or with those of an earlier run on the same kernels."""
+    ids = hashlib.sha256("\n".join(cases).encode()).hexdigest()[:16]
+    about = {"cases": ids, "in a process": CASES, "sources": cuda_spec(tuple).identity().source}
+    told = out / "run.json"
+    if resume:
+        earlier = json.loads(told.read_text()) if told.exists() else {}
+        if other := [what for what in about if earlier.get(what) != about[what]]:
+            why = f"it was of other {' and '.join(other)}" if earlier else "there is none"
+            raise click.ClickException(f"--resume goes on with the run in {out}, and {why}")
+        return
+    for part in parts:
+        part.log(out).unlink(missing_ok=True)
+        part.log(out).with_suffix(".txt").unlink(missing_ok=True)
+    told.write_text(json.dumps(about, indent=1) + "\n")
 
 
 def split(verdict: Verdict) -> list[Part]:
@@ -210,7 +248,8 @@ def misread() -> None:
 @click.option("--jobs", default=8, show_default=True, type=click.IntRange(1), help="Processes at a time.")
 @click.option("--seconds", default=1800.0, show_default=True, type=click.FloatRange(30), help="For the whole run.")
 @click.option("--out", default="reports/sanitize", show_default=True, type=click.Path(path_type=Path))
-def main(ops, tools, level, expression, jobs, seconds, out) -> None:
+@click.option("--resume", is_flag=True, help="Go on with the run in --out: processes that ended there are not run again.")
+def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
     import opshim  # noqa: F401 - registers every op
     import shim
 
@@ -228,21 +267,30 @@ def main(ops, tools, level, expression, jobs, seconds, out) -> None:
     parts = sorted((one for verdict in verdicts.values() for one in split(verdict)), key=lambda p: (p.which, -p.parts))
     if not parts:
         raise click.ClickException(f"no case selected: -k '{expression}' at level {level}")
+    begin(out, cases, parts, resume)
+    known = {part: outcome for part in parts if (outcome := ended(part, out))}
+    left = [part for part in parts if part not in known]
     misreading = ["-m", "conformance.sanitize", "misread"]
     control = watched("memcheck", out / "control.log", misreading, end - time.monotonic())
     if not (control.summed and control.found):
         raise click.ClickException(f"memcheck did not find a read beyond a tensor, put there:\n{control.said[-2000:]}")
     print(f"memcheck finds what was put there for it ({control.found} errors)", flush=True)
-    print(f"{sum(p.cases for p in parts)} cases in {len(parts)} processes, {jobs} at a time", flush=True)
+    print(f"{sum(p.cases for p in left)} cases in {len(left)} processes, {jobs} at a time", flush=True)
+    waiting = Counter((part.op, part.tool) for part in parts)
+
+    def add(part: Part, outcome: Outcome | None) -> None:
+        of = part.op, part.tool
+        verdicts[of].add(part, outcome)
+        waiting[of] -= 1
+        if not waiting[of]:
+            print(verdicts[of], flush=True)
+
+    for part, outcome in known.items():
+        add(part, outcome)
     with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(check, part, out, level, expression, end): part for part in parts}
-        waiting = Counter((part.op, part.tool) for part in parts)
+        running = {pool.submit(check, part, out, level, expression, end): part for part in left}
         for one in as_completed(running):
-            of = running[one].op, running[one].tool
-            verdicts[of].add(running[one], one.result())
-            waiting[of] -= 1
-            if not waiting[of]:
-                print(verdicts[of], flush=True)
+            add(running[one], one.result())
     print(*(f"{verdict}\n" for verdict in verdicts.values() if not verdict.cases), sep="", end="")
     sys.exit(not all(verdict.clean for verdict in verdicts.values()))
 

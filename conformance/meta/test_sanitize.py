@@ -105,7 +105,7 @@ def told(tool, tmp_path, monkeypatch):
         tool(f"{control}\necho 'ERROR SUMMARY: 0 errors' > $L; echo $PASSED passed in 3.00s")
         monkeypatch.setattr(sanitize, "selected", lambda *given: ids)
         done = CliRunner().invoke(sanitize.main, ["--tool", "memcheck", "--out", str(tmp_path), *options])
-        return done.exit_code, done.output.splitlines()[1:]
+        return done.exit_code, [line for line in done.output.splitlines() if not line.startswith("memcheck finds")]
 
     return run
 
@@ -121,6 +121,22 @@ def test_the_parts_of_an_op_are_added_up(told, monkeypatch):
             "PASS  memcheck   moe_sum                0 found, 90 of 90 cases ended (90 passed)",
         ],
     )
+
+
+def test_a_run_whose_time_was_up_is_resumed(told, tmp_path, monkeypatch):
+    monkeypatch.setattr(sanitize, "CASES", 30)
+    monkeypatch.setenv("PASSED", "30")
+    ids = [f"moe_sum-sizes-T{tokens}-f32" for tokens in range(90)]
+    none = f"Error: --resume goes on with the run in {tmp_path}, and there is none"
+    assert told(ids, "--op", "moe_sum", "--resume") == (1, [none])
+    assert told(ids, "--op", "moe_sum")[0] == 0
+    (tmp_path / "moe_sum.memcheck.2.log").write_text("========= COMPUTE-SANITIZER\n")  # without a sum
+    (tmp_path / "moe_sum.memcheck.3.txt").write_text("29 passed in 3.00s")  # of 30
+    code, lines = told(ids, "--op", "moe_sum", "--resume")
+    assert lines[0] == "60 cases in 2 processes, 8 at a time"
+    assert (code, lines[1].split(", ")[1]) == (0, "90 of 90 cases ended (90 passed)")
+    other = f"Error: --resume goes on with the run in {tmp_path}, and it was of other cases"
+    assert told(ids[:60], "--op", "moe_sum", "--resume") == (1, [other])
 
 
 def test_an_op_without_a_selected_case_is_told_and_not_clean(told, monkeypatch):

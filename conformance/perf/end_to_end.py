@@ -5,11 +5,11 @@
 
 Without a model, one of eight layers of Qwen3.5-35B-A3B's sizes is made up (dummy weights; with so few, the host takes
 longer for a step of one request than the GPU, which --layers 24 changes). Each of the two is an engine of its own with
-empty compile caches. They start one after the other, the second while the first is idle in memory, and then measure
-round by round (shim, stock, stock, shim, ...): a host whose speed changes within minutes changes it for both, and what
-counts is the ratio of a round. The first round of each meets what is compiled late. An idle engine takes next to no time
-from the other: its processes block, workers that are processes of their own (on CPUs) a second after their last step,
-which is why each round begins with a rest.
+empty compile caches, unless --caches names a folder that an earlier run has filled. They start one after the other, the
+second while the first is idle in memory, and then measure round by round (shim, stock, stock, shim, ...): a host whose
+speed changes within minutes changes it for both, and what counts is the ratio of a round. The first round of each meets
+what is compiled late. An idle engine takes next to no time from the other: its processes block, workers that are
+processes of their own (on CPUs) a second after their last step, which is why each round begins with a rest.
 """
 
 from __future__ import annotations
@@ -153,12 +153,12 @@ def turns(rounds: int) -> Iterator[str]:
         yield from list(SIDES)[:: -1 if one % 2 else 1]
 
 
-def compare(given: list[str], rounds: int, timeout: float, folder: Path, logs: Path) -> dict[str, dict]:
-    """What both sides find, and how often vLLM said LATE meanwhile: in LOGS/NAME.log."""
+def compare(given: list[str], rounds: int, timeout: float, caches: Path, logs: Path) -> dict[str, dict]:
+    """What both sides find, and how often vLLM said LATE meanwhile: in LOGS/NAME.log. Of each, CACHES/NAME."""
     sides, found = {}, {}
     with ExitStack() as ending:
         for name in SIDES:
-            sides[name] = Side(name, given, folder / name, logs / f"{name}.log", timeout)
+            sides[name] = Side(name, given, caches / name, logs / f"{name}.log", timeout)
             ending.callback(sides[name].end)
             found[name] = sides[name].answer()
             print(f"{name}: {json.dumps(found[name])}", file=sys.stderr, flush=True)
@@ -204,22 +204,25 @@ def _cell(shape: str, values: list[float], *beside: float) -> str:
 @click.option("--tokens-out", default=128, show_default=True)
 @click.option("--times", default=6, show_default=True, type=click.IntRange(1), help="Rounds of each side.")
 @click.option("--timeout", default=900.0, show_default=True, help="Seconds for a side's start and for each round.")
+@click.option("--caches", type=click.Path(file_okay=False, path_type=Path), help="Compile caches stay in this folder.")
 @click.option("--keep-logs", type=click.Path(file_okay=False, path_type=Path), help="vLLM's logs stay in this folder.")
 @click.option("--json", "out", type=click.Path(dir_okay=False, path_type=Path), help="Write all measurements here.")
-def main(model, layers, requests, tokens_in, tokens_out, times, timeout, keep_logs, out) -> None:
+def main(model, layers, requests, tokens_in, tokens_out, times, timeout, caches, keep_logs, out) -> None:
     if model and layers:
         raise click.UsageError("--layers is of the model that is made up, not of --model")
     layers = layers or 8
     with tempfile.TemporaryDirectory(prefix="opshim-end-to-end-", ignore_cleanup_errors=True) as name:
         folder, logs = Path(name), keep_logs or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
+        caches = caches or folder / "caches"
+        cold = not caches.exists()
         given = [model or str(made_up(folder, layers)), *map(str, (requests, tokens_in, tokens_out))]
-        found = compare(given, times, timeout, folder, logs)
+        found = compare(given, times, timeout, caches.resolve(), logs)
     print(table(found))
     if out:
         sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out}
         sizes["model"] = model or REAL | {"num_hidden_layers": layers}
-        out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "sizes": sizes, **found}, indent=1) + "\n")
+        out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "cold": cold, "sizes": sizes, **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import shim
 from conformance import compare, run
+from conformance.accelerator import settle
 from conformance.case import Case
 from conformance.compare import Evaluation, Finding, moved
 from conformance.memory import WRONG
@@ -39,8 +40,7 @@ class Caller:
         try:
             with poisoned_memory():
                 returned = self.target.function(**arguments)
-            if self.target.device == "cuda":
-                torch.cuda.synchronize()
+            settle(self.target.device)
         except Exception as error:  # whatever it is, it is the provider's failure
             raise Ended("fail", "raised", told(error)) from error
         return results_of(op, returned, arguments)

@@ -7,7 +7,8 @@ runs of many providers: a later run joins it, and replaces the report of its own
              environment, coverage, summary, cases
     build    identity, and what it was made from: {source, flags, compiler, arch} or {file, version}; {} where unknown
     reference  identity of the file that defines the op
-    environment  suite, opshim, torch, python, system, threads, device (shim.device: type, name, facts, fingerprint)
+    environment  suite, opshim, torch, python, system, threads, device (shim.device: type, name, facts, fingerprint),
+             judge (the device of references and comparison), triton (where it may run: version, how its tuner is used)
     coverage {listed, run}: cases that the tables have for the op at the level, and how many of them were run
     summary  passed, failed, skipped, verdict ("pass": all that ran passed and something ran; "fail"; "nothing ran"),
              worst {case, ratio} of the passed cases, kinds {kind: {passed, failed, skipped, worst}},
@@ -46,7 +47,8 @@ from typing import Any
 import torch
 
 import shim
-from conformance import SUITE
+from conformance import SUITE, run
+from conformance.accelerator import first_configurations
 from shim import certificates
 from shim import device as devices
 
@@ -108,6 +110,8 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "threads": torch.get_num_threads(),
         "device": devices.describe(device).as_dict(),
+        "judge": run.judge_device or device,
+        "triton": first_configurations() if device == "cuda" else "",
     }
 
 

@@ -151,4 +151,5 @@ def _environment(environment: dict, who: Sequence[str], several: bool) -> str:
     facts |= {"device": f"{device['name']} ({device['type']})", "fingerprint": device["fingerprint"]}
     facts |= {name.replace("_", " "): str(value) for name, value in device["facts"].items()}
     facts |= {name: str(environment[name]) for name in ("opshim", "suite", "torch", "python", "system", "threads")}
+    facts |= {name: environment[name] for name in ("judge", "triton") if environment.get(name)}
     return f'<dl class="facts">{"".join(f"<dt>{escape(k)}</dt><dd>{escape(v)}</dd>" for k, v in facts.items())}</dl>'

@@ -136,6 +136,11 @@ def has_negatives(indices: Tensor) -> bool:
     return looked(_has_negatives, indices, False)
 
 
+def may_be_negative(indices: Tensor) -> bool:
+    """Whether an index is, or may be for all that is known when the call must not wait."""
+    return looked(_has_negatives, indices, not indices.is_inference())
+
+
 @once_per_batch
 def _ends(bounds: Tensor) -> tuple[int, int]:
     return int(bounds[0]), int(bounds[-1])

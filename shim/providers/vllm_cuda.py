@@ -25,6 +25,7 @@ from shim.providers.adapters import (
     has_negatives,
     is_captured,
     keep_states,
+    may_be_negative,
     no_gpu,
     once_per_batch,
     starting_states,
@@ -155,7 +156,7 @@ def fused_moe(
     """Format A is merged into format B, a copy."""
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
-    if has_negatives(topk_ids):
+    if may_be_negative(topk_ids):
         topk_ids, expert_map = _elsewhere(topk_ids, expert_map, len(w1))
     return fused_experts(
         x.contiguous(),

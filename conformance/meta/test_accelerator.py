@@ -1,0 +1,59 @@
+"""What the suite does about a GPU around a call; Triton is told by a stand-in."""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from conformance import accelerator
+
+
+class Autotuner:
+    """configs: block sizes, of which none beyond the size is kept."""
+
+    arg_names = ("size",)
+
+    def __init__(self, configs):
+        self.configs = configs
+
+    def prune_configs(self, kwargs):
+        return [config for config in self.configs if config <= self.nargs["size"]]
+
+    def run(self, *args, **kwargs):
+        return self.configs, args, kwargs
+
+
+@pytest.fixture
+def triton(monkeypatch):
+    """A Triton whose autotuned kernels tell what they have to choose from; the wrapping ends with the test."""
+    monkeypatch.setattr(Autotuner, "run", Autotuner.run)
+    for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["triton.runtime.autotuner"].Autotuner = Autotuner
+    monkeypatch.setattr(accelerator, "version", lambda name: f"{name} 3")
+    accelerator.first_configurations.cache_clear()
+    yield
+    accelerator.first_configurations.cache_clear()
+
+
+def test_an_autotuned_kernel_takes_its_first_configuration(triton):
+    before = Autotuner([64, 32, 16])
+    assert accelerator.first_configurations() == "triton 3, the first configuration of each autotuned kernel"
+    for kernel in (before, Autotuner([64, 32, 16])):
+        assert kernel.run(100, grid=2) == ([64], (100,), {"grid": 2})
+        assert kernel.run(50, grid=2) == ([32], (50,), {"grid": 2})
+        assert kernel.configs == [64, 32, 16]
+
+
+def test_a_machine_without_triton_has_nothing_to_tune(triton, monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", None)
+    assert accelerator.first_configurations() == ""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_an_error_that_a_call_left_behind_is_its_own():
+    torch.cuda.cudart().cudaHostUnregister(4096)  # no such memory: CUDA keeps the error for whoever asks next
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        accelerator.settle("cuda")
+    accelerator.settle("cuda")
