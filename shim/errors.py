@@ -47,7 +47,8 @@ class BuildError(OpshimError, RuntimeError):
         self.lasting = lasting
 
 
-# CUDA errors after which every later call of the process fails too
+_NAMED = ("CUDA error", "HIP error", "Triton Error [CUDA]", "Triton Error [HIP]")  # by torch and others, and by Triton
+# errors after which every later call of the process fails too
 _STICKY = (
     "illegal memory access",
     "misaligned address",
@@ -63,9 +64,10 @@ _STICKY = (
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether the error leaves the device unusable for the rest of the process."""
-    text = str(error)
-    return ("CUDA error" in text or "HIP error" in text) and any(words in text for words in _STICKY)
+    """Whether the error leaves the device unusable for the rest of the process. The line that names the error tells:
+    below it torch speaks of device-side assertions whatever the error is."""
+    named = [line for line in str(error).splitlines() if any(words in line for words in _NAMED)]
+    return any(words in line for line in named for words in _STICKY)
 
 
 def describe(op, args) -> str:

@@ -288,7 +288,10 @@ def test_sticky_device_error_is_never_retried(op, mode):
 def test_out_of_memory_is_not_sticky(op):
     assert not errors.is_sticky(RuntimeError("CUDA error: out of memory"))
     assert not errors.is_sticky(RuntimeError("CUDA error: invalid configuration argument"))
-    assert errors.is_sticky(RuntimeError("CUDA error: device-side assert triggered"))
+    hint = "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions."
+    assert not errors.is_sticky(RuntimeError(f"CUDA error: invalid argument\n{hint}"))
+    assert errors.is_sticky(RuntimeError(f"CUDA error: device-side assert triggered\n{hint}"))
+    assert errors.is_sticky(RuntimeError("Triton Error [CUDA]: misaligned address"))
 
 
 def test_failing_reference_is_an_error_under_every_policy(scratch):
