@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import asdict
@@ -49,15 +50,16 @@ def pytest_addoption(parser):
     group.addoption("--replay-dir", default=None, help="keep failures here (default: replay in the report's folder)")
     group.addoption("--case-timeout", type=float, default=None, help="seconds for one case (default: by level)")
     group.addoption("--judge-on", default=None, help="run references and compare there (default: where the cases run)")
-    group.addoption("--part", type=part, default=(1, 1), help="2/5: every 5th selected test, from the 2nd (after -k)")
+    group.addoption("--part", type=part, default=(1, 1, 0), help="2/5: every 5th selected test, from the 2nd (after -k); 2/5+7: but the first 7 of these")
 
 
-def part(words: str) -> tuple[int, int]:
-    """(which, of how many)"""
-    which, _, count = words.partition("/")
-    if not (which.isdecimal() and count.isdecimal() and 1 <= int(which) <= int(count)):
+def part(words: str) -> tuple[int, int, int]:
+    """(which, of how many, without how many at its beginning)"""
+    found = re.fullmatch(r"([0-9]+)/([0-9]+)(?:\+([0-9]+))?", words)
+    which, count, done = (int(one or 0) for one in found.groups()) if found else (0, 0, 0)
+    if not 1 <= which <= count:
         raise argparse.ArgumentTypeError(f"'{words}' is no part: the second of five is 2/5")
-    return int(which), int(count)
+    return which, count, done
 
 
 def pytest_configure(config):
@@ -198,10 +200,11 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(config, items):
     """Cases of the higher levels first: they take longest, and the end of a run should not wait for one."""
     items.sort(key=lambda item: -LEVELS.index(_parameters(item)["case"].level) if _parameters(item) else 0)
-    which, count = config.option.part
-    if count > 1:
-        config.hook.pytest_deselected(items=[item for index, item in enumerate(items) if index % count != which - 1])
-        items[:] = items[which - 1 :: count]
+    which, count, done = config.option.part
+    mine = items[which - 1 :: count][done:]
+    if len(mine) < len(items):
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+        items[:] = mine
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import click
@@ -50,17 +50,18 @@ LETTERS = {".": "passed", "s": "skipped", "F": "failed"}
 
 @dataclass(frozen=True)
 class Part:
-    """What one process runs: the which-th part of an op's cases under one tool, so many cases."""
+    """What one process runs: the which-th part of an op's cases under one tool, or so many cases that are left of it."""
 
     op: str
     tool: str
     which: int
     parts: int
     cases: int
+    done: int = 0  # before these, by an earlier run
 
     def log(self, out: Path) -> Path:
         """The tool's; beside it, as .txt, what pytest said."""
-        return out / f"{self.op}.{self.tool}.{self.which}.log"
+        return out / f"{self.op}.{self.tool}.{self.which}+{self.done}.log"
 
 
 @dataclass(frozen=True)
@@ -182,21 +183,25 @@ def check(part: Part, out: Path, level: str, expression: str, end: float) -> Out
     if seconds <= 0:
         return None
     chosen = f"({expression}) and not graph_replay" if part.tool == "memcheck" else expression
-    mine = [f"--op={part.op}", f"--part={part.which}/{part.parts}", f"--case-timeout={seconds}"]
+    mine = [f"--op={part.op}", f"--part={part.which}/{part.parts}+{part.done}", f"--case-timeout={seconds}"]
     log = part.log(out)
     outcome = watched(part.tool, log, [*suite(level, chosen), *mine], seconds)
     log.with_suffix(".txt").write_text(outcome.said)
     return outcome
 
 
-def ended(part: Part, out: Path) -> Outcome | None:
-    """What an earlier run left of it in `out`, if it came to its end."""
-    log = part.log(out)
-    said = log.with_suffix(".txt")
-    if not (log.exists() and said.exists()):
-        return None
-    outcome = outcome_of(log.read_text(errors="replace"), said.read_text())
-    return outcome if outcome.summed and outcome.counts().total() == part.cases else None
+def earlier(part: Part, out: Path) -> tuple[list[tuple[Part, Outcome]], Part]:
+    """What earlier runs left of it in `out`, piece by piece, and what is still to be run. A piece counts as far as its
+    cases had ended when its time was over, if the tool came to a sum."""
+    pieces = []
+    while (log := part.log(out)).exists() and (said := log.with_suffix(".txt")).exists():
+        outcome = outcome_of(log.read_text(errors="replace"), said.read_text())
+        ended = outcome.counts().total()
+        if not (outcome.summed and ended):
+            break
+        pieces.append((replace(part, cases=ended), outcome))
+        part = replace(part, cases=part.cases - ended, done=part.done + ended)
+    return pieces, part
 
 
 def begin(out: Path, cases: list[str], parts: list[Part], resume: bool) -> None:
@@ -210,9 +215,8 @@ def begin(out: Path, cases: list[str], parts: list[Part], resume: bool) -> None:
             why = f"it was of other {' and '.join(other)}" if earlier else "there is none"
             raise click.ClickException(f"--resume goes on with the run in {out}, and {why}")
         return
-    for part in parts:
-        part.log(out).unlink(missing_ok=True)
-        part.log(out).with_suffix(".txt").unlink(missing_ok=True)
+    for left in {path for part in parts for path in out.glob(f"{part.op}.{part.tool}.*+*.*")}:
+        left.unlink()
     told.write_text(json.dumps(about, indent=1) + "\n")
 
 
@@ -248,7 +252,7 @@ def misread() -> None:
 @click.option("--jobs", default=8, show_default=True, type=click.IntRange(1), help="Processes at a time.")
 @click.option("--seconds", default=1800.0, show_default=True, type=click.FloatRange(30), help="For the whole run.")
 @click.option("--out", default="reports/sanitize", show_default=True, type=click.Path(path_type=Path))
-@click.option("--resume", is_flag=True, help="Go on with the run in --out: processes that ended there are not run again.")
+@click.option("--resume", is_flag=True, help="Go on with the run in --out: cases that ended there are not run again.")
 def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
     import opshim  # noqa: F401 - registers every op
     import shim
@@ -268,15 +272,16 @@ def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
     if not parts:
         raise click.ClickException(f"no case selected: -k '{expression}' at level {level}")
     begin(out, cases, parts, resume)
-    known = {part: outcome for part in parts if (outcome := ended(part, out))}
-    left = [part for part in parts if part not in known]
+    found = [earlier(part, out) for part in parts]
+    known = [piece for pieces, _ in found for piece in pieces]
+    left = [part for _, part in found if part.cases]
     misreading = ["-m", "conformance.sanitize", "misread"]
     control = watched("memcheck", out / "control.log", misreading, end - time.monotonic())
     if not (control.summed and control.found):
         raise click.ClickException(f"memcheck did not find a read beyond a tensor, put there:\n{control.said[-2000:]}")
     print(f"memcheck finds what was put there for it ({control.found} errors)", flush=True)
-    print(f"{sum(p.cases for p in left)} cases in {len(left)} processes, {jobs} at a time", flush=True)
-    waiting = Counter((part.op, part.tool) for part in parts)
+    print(f"{sum(p.cases for p in left)} cases in {len(left)} process(es), {jobs} at a time", flush=True)
+    waiting = Counter((part.op, part.tool) for part in (*left, *(part for part, _ in known)))
 
     def add(part: Part, outcome: Outcome | None) -> None:
         of = part.op, part.tool
@@ -285,7 +290,7 @@ def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
         if not waiting[of]:
             print(verdicts[of], flush=True)
 
-    for part, outcome in known.items():
+    for part, outcome in known:
         add(part, outcome)
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(check, part, out, level, expression, end): part for part in left}

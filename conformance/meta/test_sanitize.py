@@ -117,7 +117,7 @@ def test_the_parts_of_an_op_are_added_up(told, monkeypatch):
     assert told(ids, "--op", "moe_sum") == (
         0,
         [
-            "90 cases in 3 processes, 8 at a time",
+            "90 cases in 3 process(es), 8 at a time",
             "PASS  memcheck   moe_sum                0 found, 90 of 90 cases ended (90 passed)",
         ],
     )
@@ -130,11 +130,14 @@ def test_a_run_whose_time_was_up_is_resumed(told, tmp_path, monkeypatch):
     none = f"Error: --resume goes on with the run in {tmp_path}, and there is none"
     assert told(ids, "--op", "moe_sum", "--resume") == (1, [none])
     assert told(ids, "--op", "moe_sum")[0] == 0
-    (tmp_path / "moe_sum.memcheck.2.log").write_text("========= COMPUTE-SANITIZER\n")  # without a sum
-    (tmp_path / "moe_sum.memcheck.3.txt").write_text("29 passed in 3.00s")  # of 30
-    code, lines = told(ids, "--op", "moe_sum", "--resume")
-    assert lines[0] == "60 cases in 2 processes, 8 at a time"
-    assert (code, lines[1].split(", ")[1]) == (0, "90 of 90 cases ended (90 passed)")
+    whole = "PASS  memcheck   moe_sum                0 found, 90 of 90 cases ended "
+    (tmp_path / "moe_sum.memcheck.2+0.log").write_text("========= COMPUTE-SANITIZER\n")  # no sum: all over again
+    assert told(ids, "--op", "moe_sum", "--resume") == (0, ["30 cases in 1 process(es), 8 at a time", whole + "(90 passed)"])
+    (tmp_path / "moe_sum.memcheck.3+0.txt").write_text(".............s..........")  # 24 of 30, and interrupted
+    monkeypatch.setenv("PASSED", "6")
+    rest = (0, ["6 cases in 1 process(es), 8 at a time", whole + "(89 passed, 1 skipped)"])
+    assert told(ids, "--op", "moe_sum", "--resume") == rest
+    assert told(ids, "--op", "moe_sum", "--resume")[1] == ["0 cases in 0 process(es), 8 at a time", *rest[1][1:]]
     other = f"Error: --resume goes on with the run in {tmp_path}, and it was of other cases"
     assert told(ids[:60], "--op", "moe_sum", "--resume") == (1, [other])
 
@@ -160,13 +163,14 @@ def test_a_part_is_every_nth_of_what_is_selected(monkeypatch):
     chosen = [case for case in cases if "odd_n" in case and "f32" in case]
     suite = sanitize.suite
     monkeypatch.setattr(sanitize, "DEVICE", "cpu")
-    monkeypatch.setattr(sanitize, "suite", lambda *given: [*suite(*given), "--part", "2/3"])
-    assert sanitize.selected(["moe_sum"], "quick", "odd_n and f32") == chosen[1::3] != []
+    for part, mine in (("2/3", chosen[1::3]), ("2/3+1", chosen[1::3][1:]), ("1/1+4", chosen[4:])):
+        monkeypatch.setattr(sanitize, "suite", lambda *given, part=part: [*suite(*given), "--part", part])
+        assert sanitize.selected(["moe_sum"], "quick", "odd_n and f32") == mine != []
 
 
-@pytest.mark.parametrize("words", ["", "2", "0/5", "6/5", "1/0", "-1/5", "a/b", "1/2/3"])
+@pytest.mark.parametrize("words", ["", "2", "0/5", "6/5", "1/0", "-1/5", "a/b", "1/2/3", "2/5+", "2/5-1"])
 def test_what_is_no_part_is_wrong_usage(words, pytestconfig):
     suite = pytestconfig.pluginmanager.get_plugin(str(Path(sanitize.ROOT) / "conftest.py"))
-    assert suite.part("2/5") == (2, 5)
+    assert suite.part("2/5") == (2, 5, 0)
     with pytest.raises(argparse.ArgumentTypeError, match="is no part: the second of five is 2/5"):
         suite.part(words)
