@@ -14,6 +14,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,10 +102,13 @@ class Counters:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "x+b") as file:
-                    file.truncate(_RECORD * _RECORDS)
+                    file.write(bytes(_RECORD * _RECORDS))  # room of its own: in a hole, a full disk is a SIGBUS later
+                    file.flush()
                     memory = mmap.mmap(file.fileno(), 0)
                 self.path = path
             except OSError as error:
+                with suppress(OSError):
+                    path.unlink()
                 log.warning("calls of process %d are counted in memory only: %s", os.getpid(), error)
         self._memory = memory or mmap.mmap(-1, _RECORD * _RECORDS)
         self._memory[: len(MAGIC)] = MAGIC
