@@ -292,6 +292,10 @@ def test_out_of_memory_is_not_sticky(op):
     assert not errors.is_sticky(RuntimeError(f"CUDA error: invalid argument\n{hint}"))
     assert errors.is_sticky(RuntimeError(f"CUDA error: device-side assert triggered\n{hint}"))
     assert errors.is_sticky(RuntimeError("Triton Error [CUDA]: misaligned address"))
+    assert errors.is_sticky(RuntimeError("CUDA driver error: an illegal memory access was encountered"))
+    assert errors.is_sticky(RuntimeError("CUDA error: uncorrectable NVLink error detected during the execution"))
+    contained = "Invalid access of peer GPU memory over nvlink or a hardware error"  # what CUDA says of error 226
+    assert errors.is_sticky(RuntimeError(f"opshim_moe_sum returned status 1226 (CUDA error 226: {contained})"))
 
 
 def test_failing_reference_is_an_error_under_every_policy(scratch):
