@@ -186,10 +186,10 @@ class Chain:
     # ---- the call ---------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        """Sets `call`: straight to the first candidate where nothing is wrong, else with care."""
+        """Sets `call`: straight to the first candidate where nothing is wrong with it, else with care."""
         if self.lacks_native:
             self.call = self._call_lacking
-        elif self.order and not any(one.breaker.failures for one in self.order):
+        elif self.order and not self.order[0].breaker.failures:  # of the others' failures `_walk` knows
             self.call = self._direct(self.order[0])
         else:
             self.call = self._call_with_care

@@ -269,6 +269,15 @@ def test_second_failure_in_a_row_opens_the_breaker_for_a_minute(op):
     assert states(chain)["p"] == "selected"
 
 
+def test_failure_of_a_stand_in_does_not_slow_down_the_first_candidate_for_good(op):
+    first = provider(op, "p", result=lambda call: RuntimeError("once") if call == 1 else 7.0)
+    second = provider(op, "q", result=RuntimeError("never"))
+    chain = Chain(op, "cpu", clock=Clock())
+    direct = chain.call.__name__
+    assert [chain.call(X)[0].item() for _ in range(3)] == [2.0, 7.0, 7.0]
+    assert (chain.call.__name__, len(first), len(second)) == (direct, 3, 1)
+
+
 def test_failures_that_are_not_in_a_row_do_not_open_the_breaker(op):
     calls = provider(op, "p", result=lambda call: RuntimeError("no") if call % 2 else 7.0)
     chain = Chain(op, "cpu", clock=Clock())
