@@ -56,10 +56,11 @@ def {op}({names}):
             result = function({names})
             counters.values[{calls}] += 1
             return result
+        refused = [(first, verdict)]
     except Exception as error:
         failed(first, error, ({names},))
-        return walk(({names},), 1)
-    return walk(({names},), 1, [(first, verdict)])
+        refused = None
+    return walk(({names},), 1, refused)  # not above: an error keeps what its frames hold, memory that others may need
 """
 
 

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -267,6 +268,21 @@ def test_second_failure_in_a_row_opens_the_breaker_for_a_minute(op):
     broken[0] = False
     assert chain.call(X)[0].item() == 7.0
     assert states(chain)["p"] == "selected"
+
+
+def test_memory_of_a_provider_that_failed_is_free_when_the_next_one_answers(op):
+    held = []
+
+    def greedy(x, times=1):
+        space = torch.empty(10)
+        held.append(weakref.ref(space))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    shim.implementation(op.name, provider="p")(greedy)
+    provider(op, "q", result=lambda call: float(held[-1]() is None))
+    chain = Chain(op, "cpu", clock=Clock())
+    assert [chain.call(X)[0].item() for _ in range(2)] == [1.0, 1.0]  # on the direct way, and with care
+    assert len(held) == 2
 
 
 def test_failure_of_a_stand_in_does_not_slow_down_the_first_candidate_for_good(op):
