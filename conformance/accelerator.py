@@ -19,8 +19,8 @@ def settle(device: str) -> None:
 
 @cache
 def first_configurations() -> str:
-    """From now on each autotuned kernel of Triton takes the first of its configurations that it keeps for a size and that
-    fits the device. Tuning compiles and times them all, for each size, in each worker: minutes, where a case takes
+    """From now on each autotuned kernel of Triton takes the first of its configurations that it keeps for a size and
+    that fits the device. Tuning compiles and times them all, for each size, in each worker: minutes, where a case takes
     milliseconds. Says so, or "" without Triton."""
     try:
         from triton.runtime.autotuner import Autotuner
