@@ -50,7 +50,8 @@ def pytest_addoption(parser):
     group.addoption("--replay-dir", default=None, help="keep failures here (default: replay in the report's folder)")
     group.addoption("--case-timeout", type=float, default=None, help="seconds for one case (default: by level)")
     group.addoption("--judge-on", default=None, help="run references and compare there (default: where the cases run)")
-    group.addoption("--part", type=part, default=(1, 1, 0), help="2/5: every 5th selected test, from the 2nd (after -k); 2/5+7: but the first 7 of these")
+    parts = "2/5: every 5th selected test, from the 2nd (after -k); 2/5+7: without the first 7 of these"
+    group.addoption("--part", type=part, default=(1, 1, 0), help=parts)
 
 
 def part(words: str) -> tuple[int, int, int]:
@@ -203,7 +204,8 @@ def pytest_collection_modifyitems(config, items):
     which, count, done = config.option.part
     mine = items[which - 1 :: count][done:]
     if len(mine) < len(items):
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(mine)])
+        chosen = set(mine)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = mine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -23,11 +24,12 @@ def _cell() -> torch.Tensor:
 
 @cache
 def first_configurations() -> str:
-    """From now on each autotuned kernel of Triton takes the first of its configurations that it keeps for a size. Tuning
-    compiles and times them all, for each size, in each worker: minutes, where a case takes milliseconds. Says so, or ""
-    without Triton."""
+    """From now on each autotuned kernel of Triton takes the first of its configurations that it keeps for a size and
+    that fits the device. Tuning compiles and times them all, for each size, in each worker: minutes, where a case takes
+    milliseconds. Says so, or "" without Triton."""
     try:
         from triton.runtime.autotuner import Autotuner
+        from triton.runtime.errors import OutOfResources
 
         installed = version("triton")
     except (ImportError, PackageNotFoundError):
@@ -36,9 +38,16 @@ def first_configurations() -> str:
 
     def run(self, *args, **kwargs):
         every = self.configs
+        if len(every) == 1:  # is neither pruned nor timed
+            return tuned(self, *args, **kwargs)
         self.nargs = dict(zip(self.arg_names, args))  # which its own pruning goes by
-        self.configs = self.prune_configs(kwargs)[:1]
+        kept = self.prune_configs(kwargs)
         try:
+            for one in kept[:-1]:
+                self.configs = [one]
+                with suppress(OutOfResources):  # raised before the launch; tuning, too, leaves such a one out
+                    return tuned(self, *args, **kwargs)
+            self.configs = kept[-1:]
             return tuned(self, *args, **kwargs)
         finally:
             self.configs = every

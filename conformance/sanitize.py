@@ -27,6 +27,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import click
@@ -78,6 +79,12 @@ class Outcome:
         if sums:
             return Counter({what: int(count) for count, what in re.findall(r"(\d+) (passed|failed|skipped)", sums[-1])})
         return Counter(LETTERS[one] for line in PROGRESS.findall(self.said) for one in line if one in LETTERS)
+
+    @property
+    def broken(self) -> bool:
+        """Whether pytest had an error of its own: then the counts do not tell which cases have ended."""
+        sums = COUNTS.findall(self.said)
+        return " error" in sums[-1] if sums else any("E" in line for line in PROGRESS.findall(self.said))
 
 
 @dataclass
@@ -185,19 +192,21 @@ def check(part: Part, out: Path, level: str, expression: str, end: float) -> Out
     chosen = f"({expression}) and not graph_replay" if part.tool == "memcheck" else expression
     mine = [f"--op={part.op}", f"--part={part.which}/{part.parts}+{part.done}", f"--case-timeout={seconds}"]
     log = part.log(out)
+    said = log.with_suffix(".txt")
+    said.unlink(missing_ok=True)  # should this be killed, --resume would take it for what was said beside the new log
     outcome = watched(part.tool, log, [*suite(level, chosen), *mine], seconds)
-    log.with_suffix(".txt").write_text(outcome.said)
+    said.write_text(outcome.said)
     return outcome
 
 
 def earlier(part: Part, out: Path) -> tuple[list[tuple[Part, Outcome]], Part]:
     """What earlier runs left of it in `out`, piece by piece, and what is still to be run. A piece counts as far as its
-    cases had ended when its time was over, if the tool came to a sum."""
+    cases had ended when its time was over, if the tool came to a sum and pytest to no error."""
     pieces = []
     while (log := part.log(out)).exists() and (said := log.with_suffix(".txt")).exists():
         outcome = outcome_of(log.read_text(errors="replace"), said.read_text())
         ended = outcome.counts().total()
-        if not (outcome.summed and ended):
+        if not (outcome.summed and ended) or outcome.broken:
             break
         pieces.append((replace(part, cases=ended), outcome))
         part = replace(part, cases=part.cases - ended, done=part.done + ended)
@@ -210,13 +219,15 @@ def begin(out: Path, cases: list[str], parts: list[Part], resume: bool) -> None:
     about = {"cases": ids, "in a process": CASES, "sources": cuda_spec(tuple).identity().source}
     told = out / "run.json"
     if resume:
-        earlier = json.loads(told.read_text()) if told.exists() else {}
-        if other := [what for what in about if earlier.get(what) != about[what]]:
-            why = f"it was of other {' and '.join(other)}" if earlier else "there is none"
+        before = json.loads(told.read_text()) if told.exists() else {}
+        if other := [what for what in about if before.get(what) != about[what]]:
+            why = f"it was of other {' and '.join(other)}" if before else "there is none"
             raise click.ClickException(f"--resume goes on with the run in {out}, and {why}")
         return
-    for left in {path for part in parts for path in out.glob(f"{part.op}.{part.tool}.*+*.*")}:
-        left.unlink()
+    # of a tool that is not asked for, too: it may be when this run is resumed, and run.json speaks for all that is here
+    for op, tool in product({part.op for part in parts}, TOOLS):
+        for left in out.glob(f"{op}.{tool}.*+*.*"):
+            left.unlink()
     told.write_text(json.dumps(about, indent=1) + "\n")
 
 

@@ -56,10 +56,11 @@ def {op}({names}):
             result = function({names})
             counters.values[{calls}] += 1
             return result
+        refused = [(first, verdict)]
     except Exception as error:
         failed(first, error, ({names},))
-        return walk(({names},), 1)
-    return walk(({names},), 1, [(first, verdict)])
+        refused = None
+    return walk(({names},), 1, refused)  # not above: an error keeps what its frames hold, memory that others may need
 """
 
 
@@ -186,10 +187,10 @@ class Chain:
     # ---- the call ---------------------------------------------------------------------------------------------------
 
     def _install(self) -> None:
-        """Sets `call`: straight to the first candidate where nothing is wrong, else with care."""
+        """Sets `call`: straight to the first candidate where nothing is wrong with it, else with care."""
         if self.lacks_native:
             self.call = self._call_lacking
-        elif self.order and not any(one.breaker.failures for one in self.order):
+        elif self.order and not self.order[0].breaker.failures:  # of the others' failures `_walk` knows
             self.call = self._direct(self.order[0])
         else:
             self.call = self._call_with_care

@@ -47,7 +47,8 @@ class BuildError(OpshimError, RuntimeError):
         self.lasting = lasting
 
 
-_NAMED = ("CUDA error", "HIP error", "Triton Error [CUDA]", "Triton Error [HIP]")  # by torch and others, and by Triton
+# what names a device's error: torch and others, torch of the driver's own calls, Triton
+_NAMED = ("CUDA error", "CUDA driver error", "HIP error", "Triton Error [CUDA]", "Triton Error [HIP]")
 # errors after which every later call of the process fails too
 _STICKY = (
     "illegal memory access",
@@ -59,6 +60,8 @@ _STICKY = (
     "launch timed out",
     "hardware stack error",
     "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
     "operation not supported on global/shared address space",
 )
 

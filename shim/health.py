@@ -14,6 +14,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,12 +62,14 @@ class Counters:
 
     def __init__(self):
         self._slots: dict[tuple[str, str], int] = {}
+        self._refused = ""  # a run folder that could not be written: that is told once, and not tried for each name
         self._open(None)
 
     def slot(self, op: str, candidate: str) -> int:
         """Index of the candidate's first counter in `values`."""
-        if self.path is None and os.environ.get("OPSHIM_RUN_DIR"):
-            self.open(os.environ["OPSHIM_RUN_DIR"])
+        wanted = os.environ.get("OPSHIM_RUN_DIR")
+        if self.path is None and wanted and wanted != self._refused:
+            self.open(wanted)
         index = self._slots.get((op, candidate))
         if index is None:
             if len(self._slots) == _RECORDS - 1:
@@ -101,10 +104,14 @@ class Counters:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with open(path, "x+b") as file:
-                    file.truncate(_RECORD * _RECORDS)
+                    file.write(bytes(_RECORD * _RECORDS))  # room of its own: in a hole, a full disk is a SIGBUS later
+                    file.flush()
                     memory = mmap.mmap(file.fileno(), 0)
                 self.path = path
             except OSError as error:
+                self._refused = str(run_dir)
+                with suppress(OSError):
+                    path.unlink()
                 log.warning("calls of process %d are counted in memory only: %s", os.getpid(), error)
         self._memory = memory or mmap.mmap(-1, _RECORD * _RECORDS)
         self._memory[: len(MAGIC)] = MAGIC

@@ -9,8 +9,12 @@ import torch
 from conformance import accelerator
 
 
+class OutOfResources(Exception):
+    pass
+
+
 class Autotuner:
-    """configs: block sizes, of which none beyond the size is kept."""
+    """configs: block sizes, of which none beyond the size is kept, and none above 512 fits the device."""
 
     arg_names = ("size",)
 
@@ -18,9 +22,13 @@ class Autotuner:
         self.configs = configs
 
     def prune_configs(self, kwargs):
-        return [config for config in self.configs if config <= self.nargs["size"]]
+        kept = [config for config in self.configs if config <= self.nargs["size"]]
+        assert kept, "nothing is left"
+        return kept
 
     def run(self, *args, **kwargs):
+        if self.configs[0] > 512:
+            raise OutOfResources
         return self.configs, args, kwargs
 
 
@@ -28,9 +36,10 @@ class Autotuner:
 def triton(monkeypatch):
     """A Triton whose autotuned kernels tell what they have to choose from; the wrapping ends with the test."""
     monkeypatch.setattr(Autotuner, "run", Autotuner.run)
-    for name in ("triton", "triton.runtime", "triton.runtime.autotuner"):
+    for name in ("triton", "triton.runtime", "triton.runtime.autotuner", "triton.runtime.errors"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     sys.modules["triton.runtime.autotuner"].Autotuner = Autotuner
+    sys.modules["triton.runtime.errors"].OutOfResources = OutOfResources
     monkeypatch.setattr(accelerator, "version", lambda name: f"{name} 3")
     accelerator.first_configurations.cache_clear()
     yield
@@ -44,6 +53,20 @@ def test_an_autotuned_kernel_takes_its_first_configuration(triton):
         assert kernel.run(100, grid=2) == ([64], (100,), {"grid": 2})
         assert kernel.run(50, grid=2) == ([32], (50,), {"grid": 2})
         assert kernel.configs == [64, 32, 16]
+
+
+def test_a_configuration_that_does_not_fit_the_device_is_passed_over(triton):
+    accelerator.first_configurations()
+    kernel = Autotuner([2048, 1024, 256, 16])
+    assert kernel.run(4096) == ([256], (4096,), {})
+    assert kernel.configs == [2048, 1024, 256, 16]
+    with pytest.raises(OutOfResources):
+        Autotuner([2048, 1024]).run(4096)
+
+
+def test_a_kernel_with_one_configuration_is_not_asked_which_it_keeps(triton):
+    accelerator.first_configurations()
+    assert Autotuner([64]).run(10) == ([64], (10,), {})
 
 
 def test_a_machine_without_triton_has_nothing_to_tune(triton, monkeypatch):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 import shim
 from conformance.meta.scratch import double_op
@@ -103,6 +104,17 @@ def test_end_to_end_takes_turns_and_ends_both_sides(monkeypatch, tmp_path):
     assert [one["tokens_per_s"] for one in found.values()] == [[2.0, 2.0]] * 2
     assert [one["compiled_late"] for one in found.values()] == [2, 2]
     assert not any(Path(f"/proc/{one['process']}").exists() for one in found.values())
+
+
+@pytest.mark.parametrize(("there", "state"), [(("shim", "stock"), "filled"), (("shim",), "empty"), ((), "empty")])
+def test_end_to_end_tells_whether_both_sides_had_their_caches(monkeypatch, tmp_path, there, state):
+    for side in there:
+        (tmp_path / side).mkdir()
+    monkeypatch.setattr(end_to_end, "compare", lambda *given: {})
+    monkeypatch.setattr(end_to_end, "table", lambda found: "")
+    out = tmp_path / "found.json"
+    done = CliRunner().invoke(end_to_end.main, ["--caches", str(tmp_path), "--json", str(out)])
+    assert (done.exit_code, json.loads(out.read_text())["caches"]) == (0, state)
 
 
 def test_end_to_end_shows_the_log_of_a_side_that_fails(monkeypatch, tmp_path, capsys):

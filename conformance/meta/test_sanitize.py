@@ -102,7 +102,8 @@ def told(tool, tmp_path, monkeypatch):
 
     def run(ids, *options):
         control = "[[ $* == *misread* ]] && { echo 'ERROR SUMMARY: 1 error' > $L; exit; }"
-        tool(f"{control}\necho 'ERROR SUMMARY: 0 errors' > $L; echo $PASSED passed in 3.00s")
+        asked = f"echo $* | grep -o -e '--part=.*+[0-9]*' >> {tmp_path}/asked"
+        tool(f"{control}\n{asked}; echo 'ERROR SUMMARY: 0 errors' > $L; echo $PASSED passed in 3.00s")
         monkeypatch.setattr(sanitize, "selected", lambda *given: ids)
         done = CliRunner().invoke(sanitize.main, ["--tool", "memcheck", "--out", str(tmp_path), *options])
         return done.exit_code, [line for line in done.output.splitlines() if not line.startswith("memcheck finds")]
@@ -132,14 +133,61 @@ def test_a_run_whose_time_was_up_is_resumed(told, tmp_path, monkeypatch):
     assert told(ids, "--op", "moe_sum")[0] == 0
     whole = "PASS  memcheck   moe_sum                0 found, 90 of 90 cases ended "
     (tmp_path / "moe_sum.memcheck.2+0.log").write_text("========= COMPUTE-SANITIZER\n")  # no sum: all over again
-    assert told(ids, "--op", "moe_sum", "--resume") == (0, ["30 cases in 1 process(es), 8 at a time", whole + "(90 passed)"])
+    again = ["30 cases in 1 process(es), 8 at a time", whole + "(90 passed)"]
+    assert told(ids, "--op", "moe_sum", "--resume") == (0, again)
     (tmp_path / "moe_sum.memcheck.3+0.txt").write_text(".............s..........")  # 24 of 30, and interrupted
     monkeypatch.setenv("PASSED", "6")
     rest = (0, ["6 cases in 1 process(es), 8 at a time", whole + "(89 passed, 1 skipped)"])
+    (tmp_path / "asked").unlink()
     assert told(ids, "--op", "moe_sum", "--resume") == rest
+    assert (tmp_path / "asked").read_text() == "--part=3/3+24\n"
     assert told(ids, "--op", "moe_sum", "--resume")[1] == ["0 cases in 0 process(es), 8 at a time", *rest[1][1:]]
     other = f"Error: --resume goes on with the run in {tmp_path}, and it was of other cases"
     assert told(ids[:60], "--op", "moe_sum", "--resume") == (1, [other])
+
+
+@pytest.mark.parametrize("said", ["29 passed, 1 error in 3.00s", "." * 10 + "E" + "." * 19])
+def test_a_piece_with_an_error_of_pytest_is_run_again_from_its_start(told, tmp_path, monkeypatch, said):
+    monkeypatch.setenv("PASSED", "30")
+    ids = [f"moe_sum-sizes-T{tokens}-f32" for tokens in range(30)]
+    told(ids, "--op", "moe_sum")
+    (tmp_path / "moe_sum.memcheck.1+0.txt").write_text(said)
+    monkeypatch.setenv("PASSED", "1")
+    code, lines = told(ids, "--op", "moe_sum", "--resume")
+    assert (code, lines[0]) == (1, "30 cases in 1 process(es), 8 at a time")
+
+
+def test_a_failure_before_the_time_was_up_is_one_after_resuming(told, tmp_path, monkeypatch):
+    monkeypatch.setenv("PASSED", "30")
+    ids = [f"moe_sum-sizes-T{tokens}-f32" for tokens in range(30)]
+    told(ids, "--op", "moe_sum")
+    (tmp_path / "moe_sum.memcheck.1+0.txt").write_text("1 failed, 23 passed in 3.00s")
+    monkeypatch.setenv("PASSED", "6")
+    line = "FAIL  memcheck   moe_sum                0 found, 30 of 30 cases ended (1 failed, 29 passed)"
+    assert told(ids, "--op", "moe_sum", "--resume") == (1, ["6 cases in 1 process(es), 8 at a time", line])
+
+
+def test_what_a_tool_said_of_earlier_kernels_does_not_outlive_a_run_without_it(told, tmp_path, monkeypatch):
+    monkeypatch.setenv("PASSED", "1")
+    (tmp_path / "moe_sum.racecheck.1+0.log").write_text("RACECHECK SUMMARY: 0 hazards\n")
+    (tmp_path / "moe_sum.racecheck.1+0.txt").write_text("1 passed in 3.00s")
+    one = ["moe_sum-sizes-T4-f32"]
+    told(one, "--op", "moe_sum")
+    lines = told(one, "--op", "moe_sum", "--tool", "racecheck", "--resume")[1]
+    assert lines[0] == "1 cases in 1 process(es), 8 at a time"
+
+
+def test_a_run_that_is_killed_leaves_no_words_of_the_one_before(tmp_path, monkeypatch):
+    said = tmp_path / "moe_sum.memcheck.1+0.txt"
+    said.write_text("." * 9)
+
+    def killed(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sanitize, "watched", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checked(tmp_path)
+    assert not said.exists()
 
 
 def test_an_op_without_a_selected_case_is_told_and_not_clean(told, monkeypatch):

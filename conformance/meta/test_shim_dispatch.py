@@ -3,6 +3,7 @@
 import itertools
 import logging
 import re
+import weakref
 
 import pytest
 import torch
@@ -269,6 +270,30 @@ def test_second_failure_in_a_row_opens_the_breaker_for_a_minute(op):
     assert states(chain)["p"] == "selected"
 
 
+def test_memory_of_a_provider_that_failed_is_free_when_the_next_one_answers(op):
+    held = []
+
+    def greedy(x, times=1):
+        space = torch.empty(10)
+        held.append(weakref.ref(space))
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    shim.implementation(op.name, provider="p")(greedy)
+    provider(op, "q", result=lambda call: float(held[-1]() is None))
+    chain = Chain(op, "cpu", clock=Clock())
+    assert [chain.call(X)[0].item() for _ in range(2)] == [1.0, 1.0]  # on the direct way, and with care
+    assert len(held) == 2
+
+
+def test_failure_of_a_stand_in_does_not_slow_down_the_first_candidate_for_good(op):
+    first = provider(op, "p", result=lambda call: RuntimeError("once") if call == 1 else 7.0)
+    second = provider(op, "q", result=RuntimeError("never"))
+    chain = Chain(op, "cpu", clock=Clock())
+    direct = chain.call.__name__
+    assert [chain.call(X)[0].item() for _ in range(3)] == [2.0, 7.0, 7.0]
+    assert (chain.call.__name__, len(first), len(second)) == (direct, 3, 1)
+
+
 def test_failures_that_are_not_in_a_row_do_not_open_the_breaker(op):
     calls = provider(op, "p", result=lambda call: RuntimeError("no") if call % 2 else 7.0)
     chain = Chain(op, "cpu", clock=Clock())
@@ -292,6 +317,10 @@ def test_out_of_memory_is_not_sticky(op):
     assert not errors.is_sticky(RuntimeError(f"CUDA error: invalid argument\n{hint}"))
     assert errors.is_sticky(RuntimeError(f"CUDA error: device-side assert triggered\n{hint}"))
     assert errors.is_sticky(RuntimeError("Triton Error [CUDA]: misaligned address"))
+    assert errors.is_sticky(RuntimeError("CUDA driver error: an illegal memory access was encountered"))
+    assert errors.is_sticky(RuntimeError("CUDA error: uncorrectable NVLink error detected during the execution"))
+    contained = "Invalid access of peer GPU memory over nvlink or a hardware error"  # what CUDA says of error 226
+    assert errors.is_sticky(RuntimeError(f"opshim_moe_sum returned status 1226 (CUDA error 226: {contained})"))
 
 
 def test_failing_reference_is_an_error_under_every_policy(scratch):

@@ -100,6 +100,23 @@ def test_run_folder_that_cannot_be_written_is_a_warning_not_an_end(scratch, capl
     assert "counted in memory only" in caplog.text
 
 
+def test_run_folder_that_cannot_be_written_is_told_once(scratch, caplog, monkeypatch):
+    (scratch / "file").write_text("")
+    monkeypatch.setenv("OPSHIM_RUN_DIR", str(scratch / "file" / "run"))
+    mine = Counters()
+    for slot in [mine.slot("a", candidate) for candidate in "pqr"]:
+        mine.values[slot] += 1
+    assert len(mine.rows()) == 3
+    assert caplog.text.count("counted in memory only") == 1
+
+
+def test_a_full_disk_is_met_when_the_file_is_made_and_not_by_a_count(scratch):
+    mine = Counters()
+    mine.open(scratch / "run")
+    made = mine.path.stat()
+    assert made.st_blocks * 512 >= made.st_size > 0  # no hole, in which a count would be a SIGBUS
+
+
 def test_half_made_counter_file_is_skipped(scratch):
     (scratch / "calls-1-1.bin").write_bytes(b"")
     assert health.summary(scratch) == []

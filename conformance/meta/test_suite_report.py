@@ -11,6 +11,7 @@ from conformance import report
 from conformance.case import Case
 from conformance.compare import Finding
 from conformance.conform import conform
+from conformance.perf import bench
 from conformance.report.text import text
 from conformance.run import Result
 
@@ -29,6 +30,15 @@ def result(op, kind, size, status="pass", device="cpu"):
 
 ONE = [result("moe_sum", "sizes", 1), result("topk_softmax", "ties", 1, "skip")]
 OTHER = [result("moe_sum", "empty", 0, "fail"), result("moe_sum", "sizes", 2)]
+
+
+def test_a_report_tells_how_triton_was_used_and_a_bench_leaves_its_tuner_alone(monkeypatch):
+    monkeypatch.setattr(report.devices, "describe", lambda name: report.devices.Device(name, "a GPU", {"isa": "sm90"}))
+    monkeypatch.setattr(report, "first_configurations", lambda: "3, the first")
+    (one,) = report.build([result("moe_sum", "sizes", 1, device="cuda")], "quick", 0)
+    assert (one["environment"]["judge"], one["environment"]["triton"]) == ("cuda", "3, the first")
+    monkeypatch.setattr(report, "first_configurations", lambda: pytest.fail("the tuner was switched off"))
+    assert "triton" not in bench.about("cuda")["environment"]
 
 
 def test_the_workers_results_are_merged_whatever_their_order():

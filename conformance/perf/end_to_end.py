@@ -215,14 +215,15 @@ def main(model, layers, requests, tokens_in, tokens_out, times, timeout, caches,
         folder, logs = Path(name), keep_logs or Path(name)
         logs.mkdir(parents=True, exist_ok=True)
         caches = caches or folder / "caches"
-        state = "filled" if caches.exists() else "empty"
+        state = "filled" if all((caches / side).exists() for side in SIDES) else "empty"
         given = [model or str(made_up(folder, layers)), *map(str, (requests, tokens_in, tokens_out))]
         found = compare(given, times, timeout, caches.resolve(), logs)
     print(table(found))
     if out:
         sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out}
         sizes["model"] = model or REAL | {"num_hidden_layers": layers}
-        out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "caches": state, "sizes": sizes, **found}, indent=1) + "\n")
+        told = {"date": time.strftime("%Y-%m-%d"), "caches": state, "sizes": sizes, **found}
+        out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 if __name__ == "__main__":

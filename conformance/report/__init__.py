@@ -7,8 +7,9 @@ runs of many providers: a later run joins it, and replaces the report of its own
              environment, coverage, summary, cases
     build    identity, and what it was made from: {source, flags, compiler, arch} or {file, version}; {} where unknown
     reference  identity of the file that defines the op
-    environment  suite, opshim, torch, python, system, threads, device (shim.device: type, name, facts, fingerprint),
-             judge (the device of references and comparison), triton (where it may run: version, how its tuner is used)
+    environment  suite, opshim, torch, python, system, threads, device (shim.device: type, name, facts, fingerprint);
+             of a report also judge (the device of references and comparison) and triton (where it may run: version, how
+             its tuner is used)
     coverage {listed, run}: cases that the tables have for the op at the level, and how many of them were run
     summary  passed, failed, skipped, verdict ("pass": all that ran passed and something ran; "fail"; "nothing ran"),
              worst {case, ratio} of the passed cases, kinds {kind: {passed, failed, skipped, worst}},
@@ -72,7 +73,8 @@ def build(results: Iterable[dict[str, Any]], level: str, seed: int) -> list[dict
             {
                 "schema": SCHEMA, "op": op, **_of_op(op), "provider": provider, "device": device, "level": level,
                 "seed": seed, "build": next((case["build"] for case in cases if case["build"]), {}),
-                "date": _now(), "environment": environment(device), "coverage": _coverage(op, level, device, cases),
+                "date": _now(), "environment": environment(device) | _judgement(device),
+                "coverage": _coverage(op, level, device, cases),
                 "summary": summary(cases),
                 "cases": [{k: v for k, v in case.items() if k not in _OF_REPORT} for case in cases],
             }
@@ -110,9 +112,13 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "threads": torch.get_num_threads(),
         "device": devices.describe(device).as_dict(),
-        "judge": run.judge_device or device,
-        "triton": first_configurations() if device == "cuda" else "",
     }
+
+
+def _judgement(device: str) -> dict[str, str]:
+    """How the suite went about it; a bench's environment has none of this, as it lets Triton tune."""
+    triton = first_configurations() if device == "cuda" else ""
+    return {"judge": run.judge_device or device, "triton": triton}
 
 
 def write(folder: Path, reports: list[dict[str, Any]]) -> Path:
