@@ -24,7 +24,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -46,6 +47,7 @@ SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) ha
 RECORD = re.compile(r"^========= (?!COMPUTE-SANITIZER|.*SUMMARY|.*(?:process didn't|Target app))\S", re.MULTILINE)
 COUNTS = re.compile(r"^\d+ \w+(?:, \d+ \w+)* in [\d.]+s", re.MULTILINE)  # pytest's last line
 PROGRESS = re.compile(r"^([.sFE]+)(?: +\[ *\d+%\])?$", re.MULTILINE)
+_sessions: set[int] = set()  # of the programs that run under a tool now
 LETTERS = {".": "passed", "s": "skipped", "F": "failed"}
 
 
@@ -147,12 +149,14 @@ def watched(tool: str, log: Path, command: list[str], seconds: float) -> Outcome
     options = {"cwd": ROOT, "env": os.environ | variables, "start_new_session": True}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     child = subprocess.Popen([*given, sys.executable, *command], **options, **pipes)
+    _sessions.add(child.pid)
     for limit, then in ((seconds, interrupt), (GRACE, end_session), (None, None)):
         try:
             said, _ = child.communicate(timeout=limit)
             break
         except subprocess.TimeoutExpired:
             then(child.pid)
+    _sessions.discard(child.pid)
     return outcome_of(log.read_text(errors="replace") if log.exists() else "", said)
 
 
@@ -168,6 +172,20 @@ def interrupt(session: int) -> None:
         with suppress(OSError):  # gone, or another user's
             if os.getsid(int(folder.name)) == session and os.path.samefile(folder / "exe", sys.executable):
                 os.kill(int(folder.name), signal.SIGINT)
+
+
+def finished(running: set[Future]) -> Iterator[Future]:
+    """Each as it ends. After Ctrl-C what has begun sums up, and the rest is cancelled: --resume goes on there."""
+    while running:
+        try:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+        except KeyboardInterrupt:
+            for one in running:
+                one.cancel()
+            for session in tuple(_sessions):
+                interrupt(session)
+        else:
+            yield from done
 
 
 def suite(level: str, expression: str) -> list[str]:
@@ -305,8 +323,8 @@ def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
         add(part, outcome)
     with ThreadPoolExecutor(jobs) as pool:
         running = {pool.submit(check, part, out, level, expression, end): part for part in left}
-        for one in as_completed(running):
-            add(running[one], one.result())
+        for one in finished(set(running)):
+            add(running[one], None if one.cancelled() else one.result())
     print(*(f"{verdict}\n" for verdict in verdicts.values() if not verdict.cases), sep="", end="")
     sys.exit(not all(verdict.clean for verdict in verdicts.values()))
 

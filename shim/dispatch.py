@@ -306,10 +306,11 @@ class Chain:
             ) from error
         one.breaker.failed()
         counters.values[one.slot + IS_OPEN] = one.breaker.is_open()
+        written = f", from what the failed call has left of {', '.join(self.op.mutates)}" if self.op.mutates else ""
         self._warn(
             "failed",
-            f"{one.label} failed and the next candidate answers; it is tried again, after {one.breaker.limit} failures "
-            f"in a row only every {one.breaker.pause:.0f} s: {type(error).__name__}: {error}",
+            f"{one.label} failed and the next candidate answers{written}; it is tried again, after {one.breaker.limit} "
+            f"failures in a row only every {one.breaker.pause:.0f} s: {type(error).__name__}: {error}",
         )
         self._install()
 

@@ -1,9 +1,12 @@
 """`python -m conformance.sanitize`: what it makes of the tool's words, told by a stand-in that says them."""
 
 import argparse
+import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Timer, main_thread
 
 import pytest
 from click.testing import CliRunner
@@ -188,6 +191,19 @@ def test_a_run_that_is_killed_leaves_no_words_of_the_one_before(tmp_path, monkey
     with pytest.raises(KeyboardInterrupt):
         checked(tmp_path)
     assert not said.exists()
+
+
+def test_ctrl_c_ends_what_runs_with_its_sums_and_begins_nothing_more(tool, tmp_path):
+    tool(WORDS["interrupted"])
+    began = time.monotonic()
+    parts = [sanitize.Part("moe_sum", "memcheck", which, 3, 9) for which in (1, 2, 3)]
+    with ThreadPoolExecutor(1) as pool:
+        running = {pool.submit(sanitize.check, part, tmp_path, "quick", "f32", began + 60) for part in parts}
+        Timer(2.0, signal.pthread_kill, [main_thread().ident, signal.SIGINT]).start()
+        outcomes = [None if one.cancelled() else one.result() for one in sanitize.finished(running)]
+    assert time.monotonic() - began < 30
+    assert [one.counts().total() for one in outcomes if one] == [3]
+    assert outcomes.count(None) == 2
 
 
 def test_an_op_without_a_selected_case_is_told_and_not_clean(told, monkeypatch):
