@@ -309,7 +309,7 @@ def pytest_sessionfinish(session):
         shutil.rmtree(config.stash[WORDS], ignore_errors=True)
     selection, results = config.stash[SELECTION], _results(config)
     config.stash[REPORTS] = reports.build(results, selection.level, selection.seed) if results else []
-    if results and all(result["status"] == "skip" for result in results):
+    if results and all(one["summary"]["verdict"] == "nothing ran" for one in config.stash[REPORTS]):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was proven
     if results and config.option.report_dir:
         reports.write(Path(config.option.report_dir), config.stash[REPORTS])

@@ -30,7 +30,7 @@ def obstacle(report: dict[str, Any]) -> str:
     summary = report["summary"]
     if summary["failed"]:
         return f"{summary['failed']} cases failed"
-    if not summary["passed"]:
+    if summary["verdict"] == "nothing ran":
         return "nothing ran"
     return unrun(report) or ("" if report["build"] else "its code cannot be identified")
 

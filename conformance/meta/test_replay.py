@@ -87,3 +87,4 @@ def test_a_case_a_provider_or_a_device_that_is_not_there_is_named(kept, run):
     refused(run(changed(kept(), case="moe_sum-gone")), "moe_sum-gone")
     refused(run(kept(), "--provider", "nobody"), "unknown provider 'nobody'", "native")
     refused(run(kept(), "--device", "tpu"), "unknown device 'tpu'", "cpu")
+    refused(run(kept(), "--device", "all"), "unknown device 'all'", "cpu")

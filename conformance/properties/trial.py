@@ -41,7 +41,7 @@ class Caller:
             with poisoned_memory():
                 returned = self.target.function(**arguments)
             settle(self.target.device)
-        except Exception as error:  # whatever it is, it is the provider's failure
+        except (Exception, SystemExit) as error:  # whatever it is, it is the provider's failure
             raise Ended("fail", "raised", told(error)) from error
         return results_of(op, returned, arguments)
 

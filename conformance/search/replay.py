@@ -23,6 +23,7 @@ from conformance.case import Case
 from conformance.run import Result, Target
 from conformance.run import run as run_case
 from conformance.search.problem import Problem
+from shim.device import DEVICES
 
 LAYOUT = 1
 PASS, FAIL, USAGE = 0, 1, 2
@@ -119,6 +120,8 @@ def replay(file: str, provider: str | None = None, provider_files: Sequence[str]
         own = document["provider_files"] if provider in (None, document["provider"]) else ()
         files = list(provider_files or own)  # given ones in the place of those that it failed with: mended, or moved
         provider, device = provider or document["provider"], device or document["device"]
+        if device not in DEVICES:  # one, where a run may be on all
+            raise shim.UnknownNameError("device", device, DEVICES)
         Selection.make([case.op], provider, files, device)
         target = target_of(case.op, provider, device)
     except shim.OpshimError as error:
