@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -48,9 +49,20 @@ def pytest_addoption(parser):
     group.addoption("--seed", type=int, default=0, help="base of every case's own seed (default: 0)")
     group.addoption("--report-dir", default=None, help="write a JSON report per op and provider into this folder")
     group.addoption("--replay-dir", default=None, help="keep failures here (default: replay in the report's folder)")
-    group.addoption("--case-timeout", type=float, default=None, help="seconds for one case (default: by level)")
+    group.addoption("--case-timeout", type=seconds, default=None, help="seconds for one case (default: by level)")
     group.addoption("--judge-on", default=None, help="run references and compare there (default: where the cases run)")
     group.addoption("--part", type=part, default=(1, 1, 0), help="2/5: every 5th selected test, from the 2nd (after -k); 2/5+7: but the first 7 of these")
+
+
+def seconds(words: str) -> float:
+    """A time limit: of 0 there is none that could be set, and a negative one would fail every case."""
+    try:
+        number = float(words)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{words}' is no time limit: a number of seconds above 0")
+    return number
 
 
 def part(words: str) -> tuple[int, int, int]:

@@ -174,7 +174,10 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
 
     arguments = fresh()
     target.op.check(**arguments)
-    refusal = target.refusal(arguments)
+    try:
+        refusal = target.refusal(arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the guard is the provider's too
+        return result.failed("raised", f"supports: {told(error)}")
     if refusal:
         return result.skipped("refused", refusal)
 

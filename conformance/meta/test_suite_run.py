@@ -99,6 +99,17 @@ def test_a_provider_that_exits_has_raised(kind):
     assert (result.status, result.reason) == ("fail", "raised") and "SystemExit: no licence" in result.message
 
 
+@pytest.mark.parametrize("kind", ["sizes", "canary", "search"])
+def test_a_guard_that_raises_is_a_failure_of_the_provider(kind):
+    def guard(y, topk_ids=None):
+        raise KeyError("no table for this GPU")
+
+    case = next(case for case in at_level(all_cases(), "quick", "cpu") if (case.op, case.kind) == ("moe_sum", kind))
+    result = ran(case, reference(SUM), guard)
+    assert (result.status, result.reason) == ("fail", "raised")
+    assert result.message.startswith("supports: KeyError: 'no table for this GPU'")
+
+
 def test_an_element_that_nobody_wrote():
     def half_written(y, topk_ids=None):
         out = torch.empty(y.shape[0], y.shape[2], dtype=y.dtype)
