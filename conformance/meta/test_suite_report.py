@@ -55,6 +55,8 @@ def test_wrong_calls_alone_which_no_provider_ever_sees_prove_nothing():
     (nothing,) = report.build([refused, result("moe_sum", "sizes", 1, "skip")], "quick", 0)
     (passed,) = report.build([refused, result("moe_sum", "sizes", 1)], "quick", 0)
     assert [r["summary"]["verdict"] for r in (nothing, passed)] == ["nothing ran", "pass"]
+    assert "1 passed, 1 skipped (of" in text([nothing]) and "which no provider sees" in text([nothing])
+    assert "which no provider sees" not in text([passed])
 
 
 def test_a_report_survives_the_disk_with_infinities_as_text(tmp_path):

@@ -89,6 +89,10 @@ def read(path: Path) -> dict[str, Any]:
     missing = {"op", "case", "provider", "device", "seed", "provider_files", "problem"} - document.keys()
     if missing:
         raise ReplayError(f"{path} is no replay file of the conformance suite: no {', '.join(sorted(missing))} in it")
+    kinds = {"op": str, "case": str, "provider": str, "device": str, "seed": int, "provider_files": list}
+    for name, kind in kinds.items():
+        if not isinstance(document[name], kind):
+            raise ReplayError(f"{path} is no replay file of the conformance suite: its {name} is {document[name]!r}")
     return document
 
 
@@ -128,7 +132,10 @@ def replay(file: str, provider: str | None = None, provider_files: Sequence[str]
         print(f"replay: {error}", file=sys.stderr)
         return USAGE
     run.seed, run.provider_files = document["seed"], files
-    with workers.time_limit(workers.SECONDS["quick"]):
-        result = run_case(case, target, document["seed"])
+    try:
+        with workers.time_limit(workers.SECONDS["quick"]):
+            result = run_case(case, target, document["seed"])
+    except workers.TimeLimit as error:
+        result = Result.of(case, provider, device, document["seed"]).failed("timeout", str(error))
     print(result)
     return PASS if result.status == "pass" else FAIL
