@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shutil
@@ -48,10 +49,21 @@ def pytest_addoption(parser):
     group.addoption("--seed", type=int, default=0, help="base of every case's own seed (default: 0)")
     group.addoption("--report-dir", default=None, help="write a JSON report per op and provider into this folder")
     group.addoption("--replay-dir", default=None, help="keep failures here (default: replay in the report's folder)")
-    group.addoption("--case-timeout", type=float, default=None, help="seconds for one case (default: by level)")
+    group.addoption("--case-timeout", type=seconds, default=None, help="seconds for one case (default: by level)")
     group.addoption("--judge-on", default=None, help="run references and compare there (default: where the cases run)")
     parts = "2/5: every 5th selected test, from the 2nd (after -k); 2/5+7: without the first 7 of these"
     group.addoption("--part", type=part, default=(1, 1, 0), help=parts)
+
+
+def seconds(words: str) -> float:
+    """A time limit: of 0 there is none that could be set, and a negative one would fail every case."""
+    try:
+        number = float(words)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"'{words}' is no time limit: a number of seconds above 0")
+    return number
 
 
 def part(words: str) -> tuple[int, int, int]:
@@ -311,7 +323,7 @@ def pytest_sessionfinish(session):
         shutil.rmtree(config.stash[WORDS], ignore_errors=True)
     selection, results = config.stash[SELECTION], _results(config)
     config.stash[REPORTS] = reports.build(results, selection.level, selection.seed) if results else []
-    if results and all(result["status"] == "skip" for result in results):
+    if results and all(one["summary"]["verdict"] == "nothing ran" for one in config.stash[REPORTS]):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was proven
     if results and config.option.report_dir:
         reports.write(Path(config.option.report_dir), config.stash[REPORTS])

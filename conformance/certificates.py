@@ -1,8 +1,8 @@
 """Certificates, written: a full pass is kept as a proof for this build on this device, a failure as a warning.
 
-A full pass: every case that the tables list for the op at that level was run, some passed and none failed. What is
-known of a build stays until something at least as good is known: a failure replaces a pass, a pass at the same or a
-higher level replaces a failure. A partial run proves nothing, yet what fails in it has failed.
+A full pass: every case that the tables list for the op at that level was run, some that call the provider passed, and
+none failed. What is known of a build stays until something at least as good is known: a failure replaces a pass, a pass
+at the same or a higher level replaces a failure. A partial run proves nothing, yet what fails in it has failed.
 `shim/certificates.py` has the files' layout and reads them.
 """
 
@@ -30,7 +30,7 @@ def obstacle(report: dict[str, Any]) -> str:
     summary = report["summary"]
     if summary["failed"]:
         return f"{summary['failed']} cases failed"
-    if not summary["passed"]:
+    if summary["verdict"] == "nothing ran":
         return "nothing ran"
     return unrun(report) or ("" if report["build"] else "its code cannot be identified")
 

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -174,7 +174,10 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
 
     arguments = fresh()
     target.op.check(**arguments)
-    refusal = target.refusal(arguments)
+    try:
+        refusal = target.refusal(arguments)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the guard is the provider's too
+        return result.failed("raised", f"supports: {told(error)}")
     if refusal:
         return result.skipped("refused", refusal)
 
@@ -182,7 +185,7 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
     try:
         with poisoned_memory():
             returned, result.provider_ms = _timed(target.function, arguments, target.device)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
         return result.failed("raised", told(error))
     plain_arguments = fresh()
     plain, result.reference_ms = _timed(reference_of(target.op), plain_arguments, target.device)
@@ -209,7 +212,17 @@ def _must_hold(case: Case, target: Target, result: Result) -> Result:
             setattr(result, name, getattr(end.witness, name))
         return result.failed(end.reason, end.message) if end.status == "fail" else result.skipped(end.reason, end.message)
     except Exception as error:  # noqa: BLE001 - what a provider returns may be anything
-        return result.failed("broken_case", told(error))
+        wrong = []
+        with suppress(Exception):
+            wrong = _structure_of_one_call(case, target, result)
+        return result.judged(wrong) if wrong else result.failed("broken_case", told(error))
+
+
+def _structure_of_one_call(case: Case, target: Target, result: Result) -> list[Finding]:
+    """Findings on the outputs of the case's example: a check reckons with outputs like the reference's, and may break
+    on others."""
+    given, same = (case.arguments(target.device, result.seed) for _ in range(2))
+    return [] if target.refusal(given) else _structure(target.function(**given), reference_of(target.op)(**same))
 
 
 def _must_refuse(case: Case, target: Target, result: Result) -> Result:
@@ -376,7 +389,7 @@ def describe(finding: Finding) -> str:
     return text
 
 
-def told(error: Exception) -> str:
+def told(error: BaseException) -> str:
     """The error and the line that raised it, without the suite's own frames."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"

@@ -84,7 +84,7 @@ def test_a_partial_run_certifies_nothing(op, tmp_path, change, why):
 def test_neither_a_run_without_a_pass_nor_code_without_identity_is_certified(op, tmp_path):
     provider(op, "p")
     one, other = of(op), of(op)
-    one["summary"] |= {"passed": 0, "skipped": 2}
+    one["summary"] |= {"passed": 0, "skipped": 2, "verdict": "nothing ran"}
     other["build"] = {}
     assert "nothing ran" in writing.issue([one], tmp_path)[0]
     assert "cannot be identified" in writing.issue([other], tmp_path)[0]

@@ -1,9 +1,10 @@
 """Implementations that are right by another route than the reference's pass every quick case of their op."""
 
 import pytest
+import torch
 
 import shim
-from conformance.mutants import equivalents
+from conformance.mutants import equivalents, power
 from conformance.mutants.trial import cases_of
 from conformance.run import run
 
@@ -22,3 +23,9 @@ def test_acquitted(op, part):
 
 def test_every_op_has_one():
     assert equivalents().keys() == set(shim.names())
+
+
+def test_the_sum_on_which_the_budget_is_measured_is_no_copy():
+    case = power.case_for("moe_sum", torch.float32)
+    assert case.arguments("cpu", 0)["y"].shape[1] > 1
+    assert case.id in power.RESULT.read_text()

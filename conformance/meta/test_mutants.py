@@ -10,7 +10,6 @@ from conformance.selection import Selection
 from shim.plugins import forget
 
 MUTANTS = all_mutants()
-PROPERTIES = {"determinism"}  # shown by several calls, never by one
 QUICK = [mutant for mutant in MUTANTS if mutant.level == "quick"]
 OTHERS = [mutant for mutant in MUTANTS if mutant.level != "quick"]
 
@@ -19,8 +18,6 @@ OTHERS = [mutant for mutant in MUTANTS if mutant.level != "quick"]
 def test_convicted_by_a_case_named_after_the_fault(mutant):
     if next(convictions(mutant, named(mutant)), None):
         return
-    if set(mutant.kinds) <= PROPERTIES and not named(mutant):
-        pytest.skip(f"no property {', '.join(mutant.kinds)} of {mutant.op} yet")
     other = next(convictions(mutant, [c for c in cases_of(mutant.op) if c.kind not in mutant.kinds]), None)
     by = f"only {other.case} convicts it ({other.reason}: {other.message})" if other else "no case convicts it"
     pytest.fail(f"{mutant.id}: {mutant.fault} Expected a case of kind {' or '.join(mutant.kinds)}; {by}", pytrace=False)

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 import runner
 import shim
-from conformance import SUITE
+from conformance import SUITE, workers
 from conformance.cases import all_cases
 from conformance.run import Target
 from conformance.search import Problem, replay
@@ -70,12 +70,28 @@ def test_a_file_that_is_given_stands_in_for_the_one_that_failed(kept, run, scrat
     refused(run(file), "mine.py does not exist")
 
 
+def test_a_call_that_hangs_again_is_a_verdict_too(kept, run, scratch, monkeypatch):
+    file = kept()
+    body = "import time\n" + PROVIDER.replace("return 1.5 *", "time.sleep(60); return")
+    (scratch / "mine.py").write_text(body)
+    monkeypatch.setitem(workers.SECONDS, "quick", 0.5)
+    target_of.cache_clear()
+    result = run(file)
+    assert result.exit_code == 1
+    assert result.stdout.startswith("FAIL  moe_sum-") and "timeout: still running after 0.5 s" in result.stdout
+
+
 def test_what_is_no_replay_file_is_said_so(kept, run, tmp_path):
     for text in ("{", "[]", "{}", '{"replay": 1}'):
         (tmp_path / "file.json").write_text(text)
         refused(run(tmp_path / "file.json"), "file.json is no replay file")
     refused(run(tmp_path / "none.json"), "none.json cannot be read", "No such file")
     refused(run(changed(kept(), problem={"op": "moe_sum", "size": 3})), "is no replay file")
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", "x"), ("provider", 3), ("provider_files", 7), ("device", None)])
+def test_a_field_of_another_type_is_named(kept, run, name, value):
+    refused(run(changed(kept(), **{name: value})), "no replay file", f"its {name} is {value!r}")
 
 
 def test_another_suite_version_is_said_so(kept, run):
@@ -87,3 +103,4 @@ def test_a_case_a_provider_or_a_device_that_is_not_there_is_named(kept, run):
     refused(run(changed(kept(), case="moe_sum-gone")), "moe_sum-gone")
     refused(run(kept(), "--provider", "nobody"), "unknown provider 'nobody'", "native")
     refused(run(kept(), "--device", "tpu"), "unknown device 'tpu'", "cpu")
+    refused(run(kept(), "--device", "all"), "unknown device 'all'", "cpu")

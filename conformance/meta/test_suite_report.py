@@ -9,6 +9,7 @@ import torch
 
 from conformance import report
 from conformance.case import Case
+from conformance.cases import all_cases
 from conformance.compare import Finding
 from conformance.conform import conform
 from conformance.perf import bench
@@ -56,6 +57,16 @@ def test_the_verdict_is_a_pass_only_where_something_ran_and_all_of_it_passed():
     assert [r["summary"]["verdict"] for r in (passed, failed, nothing)] == ["pass", "fail", "nothing ran"]
     assert failed["summary"]["kinds"]["sizes"]["passed"] == 2
     assert passed["summary"]["worst"] == {"case": "moe_sum-sizes-T1-f32", "ratio": 0.25}
+
+
+def test_wrong_calls_alone_which_no_provider_ever_sees_prove_nothing():
+    wrong = next(case for case in all_cases() if case.op == "moe_sum" and case.raises)
+    refused = asdict(Result.of(wrong, "mine", "cpu", 0))
+    (nothing,) = report.build([refused, result("moe_sum", "sizes", 1, "skip")], "quick", 0)
+    (passed,) = report.build([refused, result("moe_sum", "sizes", 1)], "quick", 0)
+    assert [r["summary"]["verdict"] for r in (nothing, passed)] == ["nothing ran", "pass"]
+    assert "1 passed, 1 skipped (of" in text([nothing]) and "which no provider sees" in text([nothing])
+    assert "which no provider sees" not in text([passed])
 
 
 def test_a_report_survives_the_disk_with_infinities_as_text(tmp_path):

@@ -71,6 +71,45 @@ def test_an_output_of_the_wrong_shape_dtype_type_or_count():
         assert (result.status, result.reason) == ("fail", reason)
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda output: output[:, :-1], "wrong_shape"),
+        (lambda output: output.to("meta"), "wrong_device"),
+        (lambda output: (output, output), "wrong_count"),
+        (lambda output: None, "wrong_count"),
+    ],
+)
+def test_a_property_that_breaks_on_such_an_output_says_what_is_wrong_with_it(change, reason):
+    reasons = {
+        ran(case, lambda **arguments: change(reference(SUM)(**arguments))).reason
+        for case in at_level(all_cases(), "quick", "cpu")
+        if case.op == "moe_sum" and case.kind in ("batch_invariance", "permutation", "identities", "nan_relevant")
+    }
+    assert reason in reasons and "broken_case" not in reasons
+
+
+@pytest.mark.parametrize("kind", ["sizes", "canary", "search"])
+def test_a_provider_that_exits_has_raised(kind):
+    def leaving(y, topk_ids=None):
+        raise SystemExit("no licence")
+
+    case = next(case for case in at_level(all_cases(), "quick", "cpu") if (case.op, case.kind) == ("moe_sum", kind))
+    result = ran(case, leaving)
+    assert (result.status, result.reason) == ("fail", "raised") and "SystemExit: no licence" in result.message
+
+
+@pytest.mark.parametrize("kind", ["sizes", "canary", "search"])
+def test_a_guard_that_raises_is_a_failure_of_the_provider(kind):
+    def guard(y, topk_ids=None):
+        raise KeyError("no table for this GPU")
+
+    case = next(case for case in at_level(all_cases(), "quick", "cpu") if (case.op, case.kind) == ("moe_sum", kind))
+    result = ran(case, reference(SUM), guard)
+    assert (result.status, result.reason) == ("fail", "raised")
+    assert result.message.startswith("supports: KeyError: 'no table for this GPU'")
+
+
 def test_an_element_that_nobody_wrote():
     def half_written(y, topk_ids=None):
         out = torch.empty(y.shape[0], y.shape[2], dtype=y.dtype)

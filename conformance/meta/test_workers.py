@@ -1,5 +1,6 @@
 """Workers: how many and where; and a case that hangs, crashes or loses the device fails alone and is named."""
 
+import argparse
 import json
 import os
 import signal
@@ -56,6 +57,14 @@ def test_python_that_hangs_gets_an_exception_that_nobody_catches_by_accident():
 
     with pytest.raises(workers.TimeLimit, match=r"0\.05 s"), workers.time_limit(0.05):
         deaf()
+
+
+@pytest.mark.parametrize("words", ["0", "-1", "nan", "inf", "soon"])
+def test_what_is_no_time_limit_is_told_before_a_run(words, pytestconfig):
+    suite = pytestconfig.pluginmanager.get_plugin(str(ROOT / "conftest.py"))
+    assert suite.seconds("0.5") == 0.5
+    with pytest.raises(argparse.ArgumentTypeError, match="is no time limit"):
+        suite.seconds(words)
 
 
 PROVIDER = """

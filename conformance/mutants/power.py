@@ -31,7 +31,7 @@ from conformance.run import Target, results_of, run
 
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "results" / "power.md"
 FAULT_SEEDS = 100
-KINDS = {"paged_attention_v2": "padded_pages", "paged_prefill": "padded_pages"}  # of the case, else "sizes"
+KINDS = {"moe_sum": "slots", "paged_attention_v2": "padded_pages", "paged_prefill": "padded_pages"}  # of the case, else "sizes"
 SHORTEST = 16  # elements of a row from which on 1% shows in every dtype (compare.py)
 
 

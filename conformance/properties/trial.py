@@ -32,7 +32,10 @@ class Caller:
     def __call__(self, arguments: Arguments) -> Results:
         op = self.target.op
         op.check(**arguments)
-        refusal = self.target.refusal(arguments)
+        try:
+            refusal = self.target.refusal(arguments)
+        except (Exception, SystemExit) as error:  # the guard is the provider's too
+            raise Ended("fail", "raised", f"supports: {told(error)}") from error
         if refusal:
             raise Ended("skip", "refused", refusal)
         self.target.calls[-1:] = [None] if self.target.calls else []  # only the last one is ever told
@@ -41,7 +44,7 @@ class Caller:
             with poisoned_memory():
                 returned = self.target.function(**arguments)
             settle(self.target.device)
-        except Exception as error:  # whatever it is, it is the provider's failure
+        except (Exception, SystemExit) as error:  # whatever it is, it is the provider's failure
             raise Ended("fail", "raised", told(error)) from error
         return results_of(op, returned, arguments)
 

@@ -11,7 +11,8 @@ runs of many providers: a later run joins it, and replaces the report of its own
              of a report also judge (the device of references and comparison) and triton (where it may run: version, how
              its tuner is used)
     coverage {listed, run}: cases that the tables have for the op at the level, and how many of them were run
-    summary  passed, failed, skipped, verdict ("pass": all that ran passed and something ran; "fail"; "nothing ran"),
+    summary  passed, failed, skipped, verdict ("pass": all that ran passed, a call of the provider among it; "fail";
+             "nothing ran"),
              worst {case, ratio} of the passed cases, kinds {kind: {passed, failed, skipped, worst}},
              errors {median, p90, p99} of error over budget in the passed cases,
              times {cases, provider_ms, reference_ms, speedup (median)} of the cases that ran on both
@@ -36,7 +37,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -75,18 +76,22 @@ def build(results: Iterable[dict[str, Any]], level: str, seed: int) -> list[dict
                 "seed": seed, "build": next((case["build"] for case in cases if case["build"]), {}),
                 "date": _now(), "environment": environment(device) | _judgement(device),
                 "coverage": _coverage(op, level, device, cases),
-                "summary": summary(cases),
+                "summary": summary(cases, _refused_by_all(op)),
                 "cases": [{k: v for k, v in case.items() if k not in _OF_REPORT} for case in cases],
             }
         )  # fmt: skip
     return reports
 
 
-def summary(cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """Counts over all cases and per kind, the verdict, and the passed case that came closest to its budget."""
+def summary(cases: list[dict[str, Any]], uncalled: Container[str] = ()) -> dict[str, Any]:
+    """Counts over all cases and per kind, the verdict, and the passed case that came closest to its budget.
+
+    uncalled: the cases that no provider is called in: what passes there proves nothing of it.
+    """
     kinds = {kind: _counts([case for case in cases if case["kind"] == kind]) for kind in _kinds(cases)}
     counts = _counts(cases)
-    verdict = "fail" if counts["failed"] else "pass" if counts["passed"] else "nothing ran"
+    called = any(case["status"] == "pass" and case["case"] not in uncalled for case in cases)
+    verdict = "fail" if counts["failed"] else "pass" if called else "nothing ran"
     worst = max((case for case in cases if case["status"] == "pass"), key=lambda case: case["ratio"], default=None)
     return {
         **counts,
@@ -244,6 +249,13 @@ def _of_op(name: str) -> dict[str, str]:
     reference = shim.get(name).reference
     about = (reference.__doc__ or "").strip().partition("\n")[0]
     return {"about": about, "reference": certificates.python_build(reference).get("identity", "")}
+
+
+def _refused_by_all(op: str) -> set[str]:
+    """The cases of wrong calls, which the op refuses before any provider sees them."""
+    from conformance.cases import all_cases  # as in _coverage
+
+    return {case.id for case in all_cases() if case.op == op and case.raises}
 
 
 def _coverage(op: str, level: str, device: str, cases: list[dict[str, Any]]) -> dict[str, int]:

@@ -22,6 +22,8 @@ def text(reports: list[dict[str, Any]]) -> str:
         counts = ", ".join(f"{summary[what]} {what}" for what in ("passed", "failed", "skipped") if summary[what])
         run, listed = report["coverage"]["run"], report["coverage"]["listed"]
         counts += f" (of {listed} cases)" if run < listed else ""
+        if summary["verdict"] == "nothing ran" and summary["passed"]:
+            counts += "; what passed are wrong calls, which no provider sees"
         where = f"{report['op']:{width}}  {report['provider']}  {report['device']}"
         lines.append(f"{summary['verdict'].upper():4}  {where}  {counts}{_worst(report['cases'])}")
         if summary["verdict"] != "pass":

@@ -23,6 +23,7 @@ from conformance.case import Case
 from conformance.run import Result, Target
 from conformance.run import run as run_case
 from conformance.search.problem import Problem
+from shim.device import DEVICES
 
 LAYOUT = 1
 PASS, FAIL, USAGE = 0, 1, 2
@@ -88,6 +89,10 @@ def read(path: Path) -> dict[str, Any]:
     missing = {"op", "case", "provider", "device", "seed", "provider_files", "problem"} - document.keys()
     if missing:
         raise ReplayError(f"{path} is no replay file of the conformance suite: no {', '.join(sorted(missing))} in it")
+    kinds = {"op": str, "case": str, "provider": str, "device": str, "seed": int, "provider_files": list}
+    for name, kind in kinds.items():
+        if not isinstance(document[name], kind):
+            raise ReplayError(f"{path} is no replay file of the conformance suite: its {name} is {document[name]!r}")
     return document
 
 
@@ -119,13 +124,18 @@ def replay(file: str, provider: str | None = None, provider_files: Sequence[str]
         own = document["provider_files"] if provider in (None, document["provider"]) else ()
         files = list(provider_files or own)  # given ones in the place of those that it failed with: mended, or moved
         provider, device = provider or document["provider"], device or document["device"]
+        if device not in DEVICES:  # one, where a run may be on all
+            raise shim.UnknownNameError("device", device, DEVICES)
         Selection.make([case.op], provider, files, device)
         target = target_of(case.op, provider, device)
     except shim.OpshimError as error:
         print(f"replay: {error}", file=sys.stderr)
         return USAGE
     run.seed, run.provider_files = document["seed"], files
-    with workers.time_limit(workers.SECONDS["quick"]):
-        result = run_case(case, target, document["seed"])
+    try:
+        with workers.time_limit(workers.SECONDS["quick"]):
+            result = run_case(case, target, document["seed"])
+    except workers.TimeLimit as error:
+        result = Result.of(case, provider, device, document["seed"]).failed("timeout", str(error))
     print(result)
     return PASS if result.status == "pass" else FAIL
