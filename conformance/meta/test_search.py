@@ -53,6 +53,14 @@ def test_a_fault_of_certain_values_ends_with_only_those():
     assert (problem.layouts, problem.sizes["N"]) == ({}, 1)
 
 
+def test_a_fault_that_certain_contents_show_is_made_smaller_with_others():
+    def without_expert_0(y, topk_ids):
+        return SUM(y if topk_ids is None else y.masked_fill(topk_ids[..., None] == 0, 0), topk_ids)
+
+    problem = smallest(hunted(without_expert_0))
+    assert problem.sizes == {"T": 1, "topk": 1, "N": 1, "with_ids": True}
+
+
 def test_a_fault_of_a_layout_ends_with_only_that():
     def packed(y, topk_ids):
         return SUM(y.as_strided(y.shape, torch.empty(y.shape, device="meta").stride()), topk_ids)

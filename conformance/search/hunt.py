@@ -21,6 +21,7 @@ from shim.errors import is_sticky
 
 EXAMPLES = {"quick": 20, "standard": 60, "exhaustive": 200}
 SHRINKING = 15.0  # seconds
+CONTENTS = range(4)  # seeds
 
 
 def cases() -> list[Case]:
@@ -91,8 +92,15 @@ class Hunt:
         return list(self.closest.values())
 
     def attempt(self, problem: Problem) -> float:
-        """Tries a problem: its worst error over budget, or Wrong. Once shrinking has taken too long, only what is
-        known to fail still does, so that it ends; on a device that is lost, everything would."""
+        """Tries a problem: its worst error over budget, or Wrong. Smaller ones are tried with other contents, too, as the
+        fault need not show in the first that come. Once shrinking has taken too long, only what is known to fail still
+        does, so that it ends; on a device that is lost, everything would."""
+        ratio = self.judged(problem)
+        for seed in CONTENTS if self.failed else ():
+            ratio = max(ratio, self.judged(replace(problem, seed=seed)))
+        return ratio
+
+    def judged(self, problem: Problem) -> float:
         key = str(problem)
         if key not in self.failed:
             if self.failed and time.monotonic() > self.deadline:
