@@ -4,7 +4,8 @@
     python -m conformance.mutants.power --op moe_sum --seeds 50    one op, printed only
 
 Right are the native implementation and the one by another route (`right/`); both run the smallest case of kind "sizes"
-(see KINDS) that has rows of 16 elements or more, in each dtype, with fresh inputs per seed. Faults are put into what the
+(see KINDS) that has several tokens, of several experts each, and rows of 16 elements or more, in each dtype, with fresh
+inputs per seed. Faults are put into what the
 native one returns, in one output: a row off by 1%, the last element 0, two heads exchanged (two eighths of a row, where the output
 has no heads). A fault that changes nothing (the last element was 0 before) is drawn again with the next seed.
 """
@@ -73,9 +74,10 @@ def faulty(target: Target, fault: Callable, seed: int, changed: list[bool]) -> T
 
 
 def case_for(op: str, dtype: torch.dtype) -> Case | None:
-    """The smallest case of the op's table of sizes with rows long enough."""
+    """The smallest case of the op's table of sizes with several rows, long enough."""
     for case in cases_of(op):
-        if case.kind == KINDS.get(op, "sizes") and case.dtype == dtype and not case.check:
+        several = all(case.sizes.get(name, 2) > 1 for name in ("T", "M", "topk"))
+        if case.kind == KINDS.get(op, "sizes") and case.dtype == dtype and several and not case.check:
             target = Target.find(op, "reference", "cpu")
             arguments = case.arguments("cpu", 0)
             results = results_of(target.op, target.function(**arguments), arguments)
