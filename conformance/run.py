@@ -71,10 +71,12 @@ class Target:
         return cls(one, provider, device, bound.function, bound.supports, build=bound.build)
 
     def refusal(self, arguments: dict[str, Any]) -> str:
-        """Why this call is not for this provider; empty when it is."""
+        """Why this call is not for this provider; empty when it is. TypeError for an answer that is neither."""
         answer = True if self.supports is None else self.supports(**arguments)
         if answer is True:
             return ""
+        if not (isinstance(answer, str) and answer):
+            raise TypeError(f"answered {answer!r}, where True or the reason in words is expected")
         outside = self.op.in_domain(**arguments)
         return str(answer) if outside is True else f"outside the op's domain: {outside}"
 

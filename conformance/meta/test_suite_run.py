@@ -110,6 +110,13 @@ def test_a_guard_that_raises_is_a_failure_of_the_provider(kind):
     assert result.message.startswith("supports: KeyError: 'no table for this GPU'")
 
 
+@pytest.mark.parametrize("answer", [False, None, "", 1])
+def test_a_guard_answers_true_or_in_words(answer):
+    result = ran(SUM, reference(SUM), lambda y, topk_ids=None: answer)
+    assert (result.status, result.reason) == ("fail", "raised")
+    assert result.message.startswith(f"supports: TypeError: answered {answer!r}, where True or the reason in words is")
+
+
 def test_an_element_that_nobody_wrote():
     def half_written(y, topk_ids=None):
         out = torch.empty(y.shape[0], y.shape[2], dtype=y.dtype)
