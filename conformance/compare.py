@@ -23,7 +23,9 @@ the row (a router weight) rounded: convicted from 16 elements on. Subnormals add
 be rounded to 0. A lost element differs by 100% of itself, yet may be small: hence the last line. Where the exact row is
 representable (a copy, a cleared row), U is 0 in the first line. The factor 12 on noise
 is for another order of summation (the delta rule in chunks has 4 times the noise of the recurrence), and for exponentials
-of fewer digits than the plain ones: torch's attention on CPUs without AVX-512 came to 9 times the noise on 4,000 keys.
+of fewer digits than the plain ones. Plain adds in blocks, so it does not show what adding n terms one by one costs:
+some sqrt(n)/4 float32 eps of the sum, which torch's attention on some CPUs comes to on 4,000 keys (15 times the noise of
+plain). Noise of an op that sums over a sequence (`SUMMED`) is hence at least sqrt(n) eps max|exact| / 12.
 
 A short row may show no noise by luck. Before it convicts, the judge hears more witnesses: the float64 reference with
 every input moved by about one float32 eps at random, eight times over, as one alone may be as lucky: what that moves the
@@ -57,6 +59,7 @@ ROUNDED = {  # intermediates that kernels round to the activation dtype, as the 
     "paged_attention_v2": 1,  # the weights before they meet the values
     "paged_prefill": 1,
 }
+SUMMED = {"paged_attention_v2": "seq_lens", "paged_prefill": "seq_lens"}  # argument: how many terms, for each sequence
 EPS32 = torch.finfo(torch.float32).eps
 
 
@@ -128,11 +131,18 @@ def judge(evaluation: Evaluation, name: str) -> Finding:
     actual, exact, plain = (results[name] for results in (evaluation.actual, evaluation.exact, evaluation.plain))
     if not plain.dtype.is_floating_point:
         return equal(name, actual, exact)
-    rounded = ROUNDED.get(evaluation.op, 0)
-    finding = within_budget(name, actual, exact, plain, None, rounded)
+    rounded, terms = ROUNDED.get(evaluation.op, 0), _terms(evaluation)
+    finding = within_budget(name, actual, exact, plain, None, rounded, terms)
     if finding.kind in ("", "non_finite") or finding.ratio > BEYOND_LUCK:
         return finding
-    return within_budget(name, actual, exact, plain, [answer[name] for answer in evaluation.moved_answers], rounded)
+    witnesses = [answer[name] for answer in evaluation.moved_answers]
+    return within_budget(name, actual, exact, plain, witnesses, rounded, terms)
+
+
+def _terms(evaluation: Evaluation) -> int:
+    """Of the longest sum that plain does not take one by one; 0 where there is none."""
+    counts = evaluation.arguments.get(SUMMED.get(evaluation.op))
+    return int(counts.max()) if counts is not None and counts.numel() else 0
 
 
 def equal(name: str, actual: Tensor, expected: Tensor) -> Finding:
@@ -148,9 +158,16 @@ def equal(name: str, actual: Tensor, expected: Tensor) -> Finding:
 
 
 def within_budget(
-    name: str, actual: Tensor, exact: Tensor, plain: Tensor, moved: Sequence[Tensor] | None = None, rounded: int = 0
+    name: str,
+    actual: Tensor,
+    exact: Tensor,
+    plain: Tensor,
+    moved: Sequence[Tensor] | None = None,
+    rounded: int = 0,
+    terms: int = 0,
 ) -> Finding:
-    """The criteria of this module's docstring, on one floating-point output; rounded: how many intermediates may be."""
+    """The criteria of this module's docstring, on one floating-point output. rounded: how many intermediates may be;
+    terms: that are summed."""
     shape, dtype = exact.shape, actual.dtype
     a, p, e = (_rows(t) for t in (actual, plain, exact))
     rows = (a != e).any(-1).nonzero()[:, 0]  # all others are exactly right
@@ -168,6 +185,7 @@ def within_budget(
     ulp = torch.where(finite, ulp_of(e, dtype), 0.0)
     error = (a - e).abs()
     noise = ((p - e).abs() - ulp / 2).clamp(min=0)
+    noise = noise.maximum(terms**0.5 * EPS32 * e.abs().amax(-1, keepdim=True) / NOISE_FACTOR)
     if moved:
         by = torch.stack([torch.where(finite, _rows(answer)[rows] - e, 0.0) for answer in moved])
         noise = noise.maximum(by.square().mean(0).sqrt())

@@ -93,6 +93,23 @@ def test_cancellation_is_no_fault_of_float32():
     assert not by_budget(of(unlucky, lambda draw: {"output": moved.sum(-1, keepdim=True)}))[0].kind
 
 
+def test_keys_that_are_summed_one_by_one_are_right_and_one_less_is_wrong():
+    def kind(op, keys, values, actual):
+        means = {"output": (values.double() / keys).sum(0, keepdim=True)}  # of equal weights
+        plain = {"output": (values / keys).sum(0, keepdim=True)}
+        evaluation = Evaluation(op, {"seq_lens": torch.tensor([3, keys])}, {"output": actual[None]}, means, plain)
+        return by_budget(evaluation)[0].kind
+
+    for seed in range(20):
+        keys, values = 8192, torch.randn(8192, 64, generator=torch.Generator().manual_seed(seed)) + 0.2
+        one_by_one = torch.zeros(64)
+        for value in values / keys:
+            one_by_one += value
+        assert kind("another", keys, values, one_by_one) != ""
+        assert kind("paged_prefill", keys, values, one_by_one) == ""
+        assert kind("paged_prefill", keys, values, one_by_one - values[17] / keys) != ""
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_copy_has_no_room_for_rounding(dtype):
     exact = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
