@@ -166,6 +166,7 @@ def test_serve_refuses_a_port_in_use(run, model):
 
 def test_serve_refuses_a_folder_that_is_not_there(run, free_port):
     refused(run("serve", "/not/there", "--port", free_port), "/not/there does not exist")
+    refused(run("serve", "README.md", "--port", free_port), "README.md is a file")
 
 
 def test_serve_refuses_a_folder_without_config(run, model, free_port):
