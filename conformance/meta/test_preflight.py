@@ -12,6 +12,7 @@ import runner
 import shim
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
+from shim.certificates import Certificate
 from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model
 from shim.vllm_plugin.models import ops_for_model
 from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
@@ -40,6 +41,15 @@ def test_one_op_is_counted_as_one(look, monkeypatch):
     monkeypatch.setenv("OPSHIM_PROVIDER", "moe_sum=reference")
     (one,) = look()[1]["libraries"]
     assert "11 ops by libopshim_cpu.so" in one.text and ", 1 op by reference;" in one.text
+
+
+def test_an_op_whose_conform_failed_is_named(look, monkeypatch):
+    plan, told = look()
+    assert "found failures" not in told["libraries"][0].text
+    (chain,) = (chain for chain in plan.chains if chain.op.name == "moe_sum")
+    monkeypatch.setattr(chain.selected, "certificate", Certificate("not certified: 1 of 2 cases failed", failed=True))
+    (one,) = preflight.libraries(plan)
+    assert one.text.endswith("; none certified for it; `conform` found failures in moe_sum")
 
 
 def test_a_dry_run_prints_all_and_says_so(scratch):
