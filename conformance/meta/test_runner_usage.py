@@ -51,6 +51,11 @@ def refused(result, *words):
         assert word in result.stderr
 
 
+def test_conform_takes_one_provider_and_drops_none(run):
+    result = run("conform", "--op", "moe_sum", "--provider", "torch", "--provider", "vllm")
+    assert result.exit_code == 2 and "one at a time, got torch and vllm" in result.stderr
+
+
 @pytest.mark.parametrize("command", sorted(runner.main.commands))
 def test_every_command_has_help_with_an_example(run, command):
     result = run(command, "--help")
