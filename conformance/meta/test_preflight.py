@@ -16,7 +16,7 @@ from shim.certificates import Certificate
 from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model
 from shim.vllm_plugin.models import ops_for_model
 from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
-from shim.vllm_plugin.supervise import cause_in
+from shim.vllm_plugin.supervise import Supervisor, cause_in
 
 QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
 
@@ -354,3 +354,16 @@ def test_ranks_get_their_share_of_the_sizes(look):
 )
 def test_the_log_tells_a_lost_process_from_an_error(line, cause):
     assert cause_in(line) == cause
+
+
+def test_an_option_with_a_wrong_value_is_named():
+    ended = Supervisor("http://127.0.0.1:9/health", on_ready=print)
+    for line in (
+        "pydantic_core._pydantic_core.ValidationError: 2 validation errors for SchedulerConfig",
+        "max_num_batched_tokens",
+        "  Input should be greater than or equal to 1 [type=greater_than_equal, input_value=0, input_type=int]",
+        "    For further information visit https://errors.pydantic.dev",
+    ):
+        ended._note(line)
+    (cause,) = ended.causes
+    assert cause.endswith(": max_num_batched_tokens: Input should be greater than or equal to 1")
