@@ -23,6 +23,12 @@ POLICY = click.option("--policy", metavar="[strict|auto|reference]", help="Who m
 DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda (conform: or all that are here).")
 JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results here (bench: a plot beside it).")
 
+def only(context, option, given):
+    """The one value of an option that click would take the last of, where two are given."""
+    if len(given) > 1:
+        raise click.BadParameter(f"one at a time, got {' and '.join(given)}")
+    return given[0]
+
 
 class Command(click.Command):
     """One whose first sentence stands in the list of commands uncut, and that begins with a look at opshim's variables."""
@@ -195,7 +201,7 @@ def bench(ops, **options):
 
 @main.command()
 @OPS
-@click.option("--provider", default="native", show_default=True)
+@click.option("--provider", multiple=True, default=["native"], show_default=True, callback=only, help="Whose to prove.")
 @FILES
 @DEVICE
 @click.option("--level", default="quick", show_default=True, help="quick, standard or exhaustive; see README.")

@@ -147,7 +147,7 @@ class Built:
 def build_all(
     folder: Path | None = None, specs: Iterable[Spec] | None = None, archs: tuple[str, ...] = ARCHS
 ) -> Iterator[Built]:
-    """Builds every library of this tree, into `folder` or the package; into the user cache where that is read-only.
+    """Builds every library of this tree, into `folder`, or else the package, or the user cache where that is read-only.
     Gives each as it is ready. One without compiler is left out where others were built: a machine may have no nvcc."""
     first = True
     for spec in [cpu_spec(), cuda_spec(lambda: archs)] if specs is None else specs:
@@ -160,7 +160,7 @@ def build_all(
             yield Built(target / spec.filename, None, 0.0, str(error))
             continue
         first = False
-        if _writable(target):
+        if folder or _writable(target):  # a folder that was asked for is used, or the error says why not
             yield build(spec, target)
         else:
             built = build(spec, user_cache() / f"{spec.name}-{spec.identity().key}")

@@ -36,10 +36,12 @@ OWN = Path(__file__).resolve().parents[1] / "certificates"
 
 
 class Certificate(NamedTuple):
-    """What is known of one build on one device, in words; `valid` where it is a proof."""
+    """What is known of one build on one device, in words; `valid` where it is a proof, `failed` where it is of the
+    opposite."""
 
     words: str = ""
     valid: bool = False
+    failed: bool = False
 
 
 NOT_ASKED = Certificate()  # of what needs none: the reference, and what cannot serve anyway
@@ -138,6 +140,7 @@ def _told(record: dict) -> Certificate:
     when = f"{str(record['date'])[:10]} ({record['level']})"
     if record["verdict"] == "pass":
         return Certificate(f"certified {when}", True)
+    failed = record["cases"]["failed"]
     return Certificate(
-        f"not certified: {record['cases']['failed']} of {sum(record['cases'].values())} cases failed {when}"
+        f"not certified: {failed} of {sum(record['cases'].values())} cases failed {when}", failed=failed > 0
     )

@@ -95,6 +95,7 @@ def test_a_failure_withdraws_the_certificate_until_a_pass_as_thorough(op):
     writing.issue([of(op)])
     writing.issue([of(op, failed=[True, False], level="standard", listed=9)])
     assert "not certified: 1 of 2 cases failed" in words(op) and "(standard)" in words(op)
+    assert Chain(op, "cpu").candidates[0].certificate.failed
     assert "stays" in writing.issue([of(op)])[0]
     assert "not certified" in words(op)
     writing.issue([of(op, level="exhaustive")])

@@ -12,10 +12,11 @@ import runner
 import shim
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
+from shim.certificates import Certificate
 from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model
 from shim.vllm_plugin.models import ops_for_model
 from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
-from shim.vllm_plugin.supervise import cause_in
+from shim.vllm_plugin.supervise import Supervisor, cause_in
 
 QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
 
@@ -40,6 +41,15 @@ def test_one_op_is_counted_as_one(look, monkeypatch):
     monkeypatch.setenv("OPSHIM_PROVIDER", "moe_sum=reference")
     (one,) = look()[1]["libraries"]
     assert "11 ops by libopshim_cpu.so" in one.text and ", 1 op by reference;" in one.text
+
+
+def test_an_op_whose_conform_failed_is_named(look, monkeypatch):
+    plan, told = look()
+    assert "found failures" not in told["libraries"][0].text
+    (chain,) = (chain for chain in plan.chains if chain.op.name == "moe_sum")
+    monkeypatch.setattr(chain.selected, "certificate", Certificate("not certified: 1 of 2 cases failed", failed=True))
+    (one,) = preflight.libraries(plan)
+    assert one.text.endswith("; none certified for it; `conform` found failures in moe_sum")
 
 
 def test_a_dry_run_prints_all_and_says_so(scratch):
@@ -344,3 +354,16 @@ def test_ranks_get_their_share_of_the_sizes(look):
 )
 def test_the_log_tells_a_lost_process_from_an_error(line, cause):
     assert cause_in(line) == cause
+
+
+def test_an_option_with_a_wrong_value_is_named():
+    ended = Supervisor("http://127.0.0.1:9/health", on_ready=print)
+    for line in (
+        "pydantic_core._pydantic_core.ValidationError: 2 validation errors for SchedulerConfig",
+        "max_num_batched_tokens",
+        "  Input should be greater than or equal to 1 [type=greater_than_equal, input_value=0, input_type=int]",
+        "    For further information visit https://errors.pydantic.dev",
+    ):
+        ended._note(line)
+    (cause,) = ended.causes
+    assert cause.endswith(": max_num_batched_tokens: Input should be greater than or equal to 1")

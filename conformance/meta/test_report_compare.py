@@ -73,6 +73,16 @@ def test_the_exit_code_is_1_where_something_regressed_and_both_forms_tell_it(tmp
     assert CliRunner().invoke(main, ["report", "--compare", str(new), str(old)]).exit_code == 0  # fixed
 
 
+def test_the_index_that_conform_prints_stands_for_its_folder(tmp_path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    index = str(report.write(old, built(result())))
+    other = str(report.write(new, built(result(fail="tie", ratio=float("inf")))))
+    done = CliRunner().invoke(main, ["report", "--compare", index, other])
+    assert done.exit_code == 1 and "newly failing: 1" in done.output and (new / "compare.html").is_file()
+    done = CliRunner().invoke(main, ["report", index])
+    assert done.exit_code == 0 and done.output.split() == [str(old / "index.html"), str(old / "summary.md")]
+
+
 def test_compare_takes_two_folders_and_says_so(tmp_path):
     for arguments in (["--compare", "a"], ["a", "b"], []):
         done = CliRunner().invoke(main, ["report", *arguments])

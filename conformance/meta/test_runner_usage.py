@@ -51,6 +51,11 @@ def refused(result, *words):
         assert word in result.stderr
 
 
+def test_conform_takes_one_provider_and_drops_none(run):
+    result = run("conform", "--op", "moe_sum", "--provider", "torch", "--provider", "vllm")
+    assert result.exit_code == 2 and "one at a time, got torch and vllm" in result.stderr
+
+
 @pytest.mark.parametrize("command", sorted(runner.main.commands))
 def test_every_command_has_help_with_an_example(run, command):
     result = run(command, "--help")
@@ -166,6 +171,7 @@ def test_serve_refuses_a_port_in_use(run, model):
 
 def test_serve_refuses_a_folder_that_is_not_there(run, free_port):
     refused(run("serve", "/not/there", "--port", free_port), "/not/there does not exist")
+    refused(run("serve", "README.md", "--port", free_port), "README.md is a file")
 
 
 def test_serve_refuses_a_folder_without_config(run, model, free_port):

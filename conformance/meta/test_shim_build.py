@@ -211,6 +211,13 @@ def test_read_only_package_is_built_into_the_user_cache(scratch):
     assert built.note == f"{spec.package} cannot be written"
 
 
+def test_a_folder_that_was_asked_for_is_never_replaced_by_the_user_cache(scratch):
+    (scratch / "file").write_text("")
+    with pytest.raises(BuildError, match=r"cannot build libtiny.so in .*file/lib: .*Not a directory"):
+        list(build.build_all(scratch / "file" / "lib", specs=[tiny_spec(scratch)]))
+    assert not list((scratch / "cache").glob("tiny-*"))
+
+
 def test_build_without_a_user_cache_goes_on(scratch, monkeypatch):
     (scratch / "file").write_text("")
     monkeypatch.setenv("OPSHIM_CACHE", str(scratch / "file" / "cache"))

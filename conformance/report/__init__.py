@@ -145,14 +145,23 @@ def write(folder: Path, reports: list[dict[str, Any]]) -> Path:
 
 def read(place: Path) -> list[dict[str, Any]]:
     """The reports that `write` left in a folder, or those in a file of its own; ReportError where there are none."""
+    place = _folder_of(place)
     if place.is_file():
         document = _load(place)
         return document.get("reports", [document])
     return [_load(place / entry["file"]) for entry in _load(place / "index.json")["reports"]]
 
 
+def _folder_of(place: Path) -> Path:
+    """The folder of an index that `write` left, whose path `conform` prints; any other place itself."""
+    if place.name != "index.json" or not place.is_file():
+        return place
+    return place.parent if all("file" in entry for entry in _load(place).get("reports", [{}])) else place
+
+
 def pages(place: Path) -> Path:
     """The folder for what is drawn of a folder of reports: itself; of a file: one beside it, <its name>-report."""
+    place = _folder_of(place)
     folder = place.with_name(f"{place.stem}-report") if place.is_file() else place
     need_folder(folder)
     return folder

@@ -99,6 +99,8 @@ def libraries(plan: Plan) -> Iterator[Finding]:
         yield Finding("libraries", f"{told}; all certified for this build and device")
         return
     names = f"{len(certified)} certified for it ({', '.join(certified)})" if certified else "none certified for it"
+    failed = [chain.op.name for chain in chosen if chain.selected.certificate.failed]
+    names += f"; `conform` found failures in {', '.join(failed)}" if failed else ""
     yield Finding(
         "libraries",
         f"{told}; {names}",

@@ -208,7 +208,7 @@ def find_model(named: str | None, weights: bool = True) -> Model:
     if not path.is_dir():
         if named and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not Path(named).parent.is_dir():
             return Model(named, named, False, _read_config(_from_hub(named), named))
-        raise ServeError(f"model folder {path} does not exist")
+        raise ServeError(f"model folder {path} {'is a file' if path.exists() else 'does not exist'}")
     if not (path / "config.json").is_file():
         raise ServeError(f"model folder {path} has no config.json")
     if weights and not any(True for kind in ("*.safetensors", "*.bin") for _ in path.glob(kind)):

@@ -25,6 +25,8 @@ _CAUSE = re.compile(
     r"(?P<words>opshim: .*|\b[\w.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$"
 )
 _LOST = re.compile(r"\b(?P<words>(?:worker|engine ?core)\b[\w -]* (?:died|exited) unexpectedly)", re.IGNORECASE)
+_INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+$")  # the field and the words are in the next two
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[\S+\])?")  # of a process of vLLM
 _LISTENS = "0A"  # in /proc/net/tcp
 
 
@@ -48,6 +50,7 @@ class Supervisor:
     stop: threading.Event = field(default_factory=threading.Event)
     signals: list[signal.Signals] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
+    owed: int = 0  # lines that still belong to the last cause
     displaced: bool = False
 
     def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
@@ -122,9 +125,16 @@ class Supervisor:
                 pass  # nobody reads it any more: the server goes on
             *lines, line = (line + chunk).replace(b"\r", b"\n").split(b"\n")
             for text in lines:
-                cause = cause_in(text.decode(errors="replace"))
-                if cause and len(self.causes) < 100:
-                    self.causes.append(cause)
+                self._note(text.decode(errors="replace"))
+
+    def _note(self, line: str) -> None:
+        cause = cause_in(line)
+        if cause and len(self.causes) < 100:
+            self.causes.append(cause)
+            self.owed = 2 if _INVALID.search(cause) else 0
+        elif self.owed and not cause:
+            self.owed -= 1
+            self.causes[-1] += f": {_PREFIX.sub('', line).partition(' [type=')[0].strip()}"
 
 
 def cause_in(line: str) -> str | None:
