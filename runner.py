@@ -40,6 +40,8 @@ class Command(click.Command):
         from shim import variables
 
         variables.check()
+        for name, meant in () if self.name == "serve" else variables.unknown():  # serve has a row for it
+            click.echo(f"opshim: {name} is no variable of opshim{f', is {meant} meant?' if meant else ''}", err=True)
         return super().invoke(ctx)
 
 
@@ -47,6 +49,13 @@ class Commands(click.Group):
     """Errors that opshim raises on purpose, and a lack of torch, end a command with one line and exit code 2."""
 
     command_class = Command
+
+    def resolve_command(self, ctx, args):
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            error.message += f" There are {', '.join(self.list_commands(ctx))}."
+            raise
 
     def invoke(self, ctx):
         try:

@@ -8,6 +8,7 @@ a file that fails half-way leaves no registration behind.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import sys
 import traceback
@@ -20,6 +21,8 @@ from types import ModuleType
 from shim import providers
 from shim.errors import OpshimError, RegistrationError, UnknownNameError
 from shim.op import registrations, restore
+
+log = logging.getLogger("opshim")
 
 GROUP = "opshim.providers"
 _loaded: dict[str, object] = {}  # what was loaded already: path or entry point -> module
@@ -52,6 +55,7 @@ def load_file(path: str | os.PathLike) -> ModuleType:
         _loaded[str(file)] = module
         if registrations() == before:
             _idle[str(file)] = str(path)
+            log.warning("provider file %s registered nothing: is @shim.implementation(...) missing?", path)
     return _loaded[str(file)]
 
 

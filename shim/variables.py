@@ -49,7 +49,7 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
         value(name, environ)
 
 
-def unknown(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def unknown(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:
     """Those that nothing reads, each with the name that may have been meant, or an empty one."""
     for name in sorted(environ):
         if name.startswith(PREFIX) and name not in NAMES:

@@ -357,7 +357,7 @@ def test_the_log_tells_a_lost_process_from_an_error(line, cause):
 
 
 def test_an_option_with_a_wrong_value_is_named():
-    ended = Supervisor("http://127.0.0.1:9/health", on_ready=print)
+    ended = Supervisor("http://127.0.0.1:9/health", on_ready=print, on_stop=print)
     for line in (
         "pydantic_core._pydantic_core.ValidationError: 2 validation errors for SchedulerConfig",
         "max_num_batched_tokens",

@@ -10,7 +10,7 @@ from conformance.meta.looking import Imports
 from conformance.serving.engines import free_port
 from shim.errors import OpshimError
 from shim.vllm_plugin import arguments, model_class, preflight, preflight_model
-from shim.vllm_plugin.serve import BUNDLED, USAGE, split
+from shim.vllm_plugin.serve import BUNDLED, USAGE, Options, split
 
 
 @pytest.fixture
@@ -179,3 +179,17 @@ def test_the_dry_run_ends_with_one_line_of_what_vllm_does_not_take(scratch, monk
     assert result.exit_code == USAGE
     assert result.stderr == "opshim: nothing is started: options: unrecognized arguments: extra\n"
     assert not (scratch / "cache" / "arguments").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["--max-num-seqs", "0"], "--max-num-seqs must be from 1 on, got 0"),
+        (["--max-num-batched-tokens=0"], "--max-num-batched-tokens must be from 1 on, got 0"),
+        (["--gpu-memory-utilization", "7"], "--gpu-memory-utilization must be a number above 0 and up to 1, got '7'"),
+        (["--max-num-seqs", "1", "--gpu-memory-utilization", "1"], ""),
+    ],
+)
+def test_numbers_that_only_the_engine_would_refuse_are_told(given, words):
+    told = [one.text for one in preflight_model._out_of_range(Options(given))]
+    assert told == [words] * bool(words)

@@ -45,7 +45,8 @@ def main():
         print("(APIServer pid=7) WARNING 11-30 20:01:30 [shutdown] MPClient: engine core exited unexpectedly; cleanup", flush=True)
         print("(APIServer pid=7) ERROR vllm.v1.engine.exceptions.EngineDeadError: see above", flush=True)
         sys.exit(0)
-    if behaviour == "starts":
+    if behaviour in ("starts", "starts deaf"):
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if behaviour == "starts" else signal.SIG_IGN)
         signal.pause()
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -140,6 +141,19 @@ def test_a_signal_ends_everything_cleanly(serve, number):
         listener.bind(("127.0.0.1", port))
 
 
+@pytest.mark.parametrize("behaviour", ["starts", "starts deaf"])
+def test_a_signal_before_it_is_ready_is_no_success(serve, behaviour):
+    process, _ = serve(behaviour)
+    helper = helper_of(process)
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert time.monotonic() - began < 14  # what vLLM has once it is ready, 15 s, and the helper's 5
+    assert process.returncode == 128 + signal.SIGINT and is_gone(helper)
+    assert out.splitlines()[-1] == "opshim: stopped by SIGINT before it was ready"
+    assert "opshim: SIGINT: stopping vLLM, which has 5 s; another signal kills it" in out
+
+
 def test_options_of_vllm_and_the_policy_reach_the_child(serve):
     process, _ = serve("serves", "--max-model-len", "64", "--dtype=float32")
     told = lines_until(process.stderr, "arguments:")[-1]
@@ -206,9 +220,9 @@ def test_a_child_that_ignores_the_signal_is_ended_by_a_second_one(serve):
 def test_a_child_that_ends_by_itself_is_a_failure_with_its_cause(serve, behaviour, told):
     process, _ = serve(behaviour)
     helper = helper_of(process)
-    out, _ = process.communicate(timeout=60)
+    _, log = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert told in out.splitlines()[-1]
+    assert told in log.splitlines()[-1]
     assert is_gone(helper)
 
 
@@ -218,12 +232,12 @@ def test_the_answer_of_another_process_on_the_port_is_not_ready(serve):
     other = http.server.HTTPServer(("127.0.0.1", port), Healthy)
     threading.Thread(target=other.serve_forever, daemon=True).start()
     try:
-        out, _ = process.communicate(timeout=60)
+        out, log = process.communicate(timeout=60)
     finally:
         other.shutdown()
         other.server_close()
     assert process.returncode == 1 and is_gone(helper)
-    assert "another process has taken its port" in out.splitlines()[-1] and "opshim: ready" not in out
+    assert "another process has taken its port" in log.splitlines()[-1] and "opshim: ready" not in out
 
 
 def test_a_dry_run_ends_before_vllm_starts(serve):

@@ -74,6 +74,17 @@ def test_without_the_environment_a_command_says_where_it_is(missing):
     assert (done.returncode, done.stderr) == (2, f"opshim: no module {missing}: use .venv/bin/python, or make env\n")
 
 
+def test_an_unknown_command_names_the_known_ones(run):
+    result = run("confrom")
+    assert result.exit_code == 2 and "No such command 'confrom'" in result.stderr and "bench, build, conform" in result.stderr
+
+
+def test_a_variable_that_opshim_does_not_know_is_told_by_each_command(run, monkeypatch):
+    monkeypatch.setenv("OPSHIM_POLCY", "auto")
+    result = run("ops")
+    assert (result.exit_code, result.stderr) == (0, "opshim: OPSHIM_POLCY is no variable of opshim, is OPSHIM_POLICY meant?\n")
+
+
 @pytest.mark.parametrize("mode", ["stric", ""])
 def test_an_unknown_policy_names_the_known_ones(run, mode):
     refused(run("ops", "--policy", mode or "none"), "unknown policy", "auto, reference, strict")

@@ -60,11 +60,14 @@ def test_missing_file_is_named_and_so_is_a_folder(scratch):
         plugins.load_file(scratch)
 
 
-def test_an_unknown_provider_is_told_with_the_files_that_registered_nothing(write):
+def test_an_unknown_provider_is_told_with_the_files_that_registered_nothing(write, caplog):
     op = double_op()
     idle, good = write("import shim\n", "idle.py"), write(GOOD)
     plugins.load_file(good)
     plugins.load_file(idle)
+    assert [one.message for one in caplog.records] == [
+        f"provider file {idle} registered nothing: is @shim.implementation(...) missing?"
+    ]
     for ask in (lambda: bind(op, "cpu", "idle"), Policy(providers={"double": "idle"}).validate):
         with pytest.raises(shim.UnknownNameError) as error:
             ask()

@@ -44,7 +44,7 @@ def arguments(plan: Plan, verdict: Check | None) -> Iterator[Finding]:
     problem = verdict and verdict.result()
     name, _, text = (problem or "").partition(": ")
     unknown = [Finding("options", text, code=USAGE)] if name == "options" else []
-    yield from [*_refused(plan), *unknown] or [Finding("options", "opshim honours all that were given")]
+    yield from [*_refused(plan), *_out_of_range(plan.options), *unknown] or [Finding("options", "opshim honours all that were given")]
     if verdict:
         yield _tokenizer(plan, problem)
 
@@ -78,6 +78,18 @@ def _refused(plan: Plan) -> Iterator[Finding]:
             yield Finding("options", f"{reason}; {unused}", code=USAGE)
         else:
             yield Finding("options", reason, f"vLLM's own code serves instead of {', '.join(rule.ops)}")
+
+
+def _out_of_range(options) -> Iterator[Finding]:
+    """Numbers that vLLM's parser takes, and its engine does not."""
+    for name in ("--max-num-seqs", "--max-num-batched-tokens"):
+        given = options.get(name) or ""
+        if given.isdigit() and int(given) < 1:
+            yield Finding("options", f"{name} must be from 1 on, got {given}", code=USAGE)
+    try:
+        capacity.utilization(options)
+    except OpshimError as error:
+        yield Finding("options", str(error), code=USAGE)
 
 
 def shapes(plan: Plan) -> Iterator[Finding]:

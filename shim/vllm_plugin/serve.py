@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import socket
 import sys
 import tempfile
@@ -307,17 +308,20 @@ def _run(command: list[str], environment: dict[str, str], name: str, url: str, s
         say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it. Try:")
         print(f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{request}'", flush=True)
 
+    def stopping(number: signal.Signals, seconds: float) -> None:
+        say(f"{number.name}: stopping vLLM, which has {seconds:.0f} s; another signal kills it")
+
     with tempfile.TemporaryDirectory(prefix="opshim-run-") as run:
-        end = Supervisor(f"{url}/health", ready).run(command, environment | {"OPSHIM_RUN_DIR": run})
+        end = Supervisor(f"{url}/health", ready, stopping).run(command, environment | {"OPSHIM_RUN_DIR": run})
         print(calls_table(summary(run), selected), flush=True)
     if end.signal is not None:
-        say(f"stopped by {end.signal.name}")
-        return STOPPED
+        say(f"stopped by {end.signal.name}{'' if end.was_ready else ' before it was ready'}")
+        return STOPPED if end.was_ready else 128 + end.signal
     if end.displaced:
-        say(f"vLLM was stopped before it was ready: another process has taken its port and answers at {url}")
+        say(f"vLLM was stopped before it was ready: another process has taken its port and answers at {url}", sys.stderr)
         return DIED
     how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended by itself with code {end.code}"
-    say(f"vLLM {how}: {end.cause or 'no cause in its log'}")
+    say(f"vLLM {how}: {end.cause or 'no cause in its log'}", sys.stderr)
     return DIED
 
 

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from shim.vllm_plugin.launch import LIFELINE
 
 GRACE = 15.0  # seconds from the first signal to SIGKILL
+GRACE_OF_START = 5.0  # before it is ready: vLLM is deaf to signals while an engine is built, and has no request to end
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAUSE = re.compile(
     r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?"
@@ -33,12 +34,14 @@ _LISTENS = "0A"  # in /proc/net/tcp
 @dataclass
 class End:
     """How the child ended: its exit code, the signal that this process was stopped by (None: it ended by itself), the
-    first line of its log that looks like a cause, and whether it was stopped because its port was another process's."""
+    first line of its log that looks like a cause, whether it was stopped because its port was another process's, and
+    whether it had been ready."""
 
     code: int
     signal: signal.Signals | None
     cause: str
     displaced: bool = False
+    was_ready: bool = False
 
 
 @dataclass
@@ -47,11 +50,13 @@ class Supervisor:
 
     health: str  # URL that answers once the child is ready
     on_ready: Callable[[float], None]  # called once with the seconds it took
+    on_stop: Callable[[signal.Signals, float], None]  # called once with the signal and the seconds the child has to end
     stop: threading.Event = field(default_factory=threading.Event)
     signals: list[signal.Signals] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     owed: int = 0  # lines that still belong to the last cause
     displaced: bool = False
+    ready: bool = False
 
     def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
         """Starts a command that ends with its OPSHIM_LIFELINE (launch.py), and stays until it has ended or a signal
@@ -79,23 +84,26 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
         first = self.signals[0] if self.signals else None
-        return End(child.returncode, first, self.causes[0] if self.causes else "", self.displaced)
+        cause = self.causes[0] if self.causes else ""
+        return End(child.returncode, first, cause, self.displaced, self.ready)
 
     def _stopped(self, number, frame) -> None:
         self.signals.append(signal.Signals(number))
         self.stop.set()
 
     def _watch(self, child: subprocess.Popen) -> None:
-        started, ready, deadline = time.monotonic(), False, None
+        started, deadline = time.monotonic(), None
         while child.poll() is None:
             if self.signals and deadline is None:
-                deadline = time.monotonic() + GRACE
+                grace = GRACE if self.ready else GRACE_OF_START
+                deadline = time.monotonic() + grace
                 child.send_signal(signal.SIGTERM)
+                self.on_stop(self.signals[0], grace)
             if deadline and (time.monotonic() > deadline or len(self.signals) > 1):
                 _signal_group(child.pid, signal.SIGKILL)
-            if not ready and not deadline and self._answers():
-                ready = is_served_by(child.pid, urlsplit(self.health).port)
-                if ready:
+            if not self.ready and not deadline and self._answers():
+                self.ready = is_served_by(child.pid, urlsplit(self.health).port)
+                if self.ready:
                     self.on_ready(time.monotonic() - started)
                 else:
                     self.displaced = True
@@ -104,7 +112,7 @@ class Supervisor:
             if deadline:
                 time.sleep(0.1)
             else:
-                self.stop.wait(0.25 if not ready else 1.0)
+                self.stop.wait(1.0 if self.ready else 0.25)
 
     def _answers(self) -> bool:
         try:
