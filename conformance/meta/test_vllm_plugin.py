@@ -263,15 +263,15 @@ def test_blocks_follow_the_mean_share_of_an_expert(seams):
 def test_linear_layers_keep_their_weight_and_others_go_to_vllm(seams, monkeypatch):
     others = []
     monkeypatch.setattr(seams.linear, "_dispatch", lambda layer, remove: others.append(layer))
-    layer = torch.nn.Linear(8, 4, dtype=torch.bfloat16)
-    convolution = torch.nn.Conv1d(8, 8, 4, groups=8)
+    layer, other = (torch.nn.Linear(8, 4, dtype=dtype) for dtype in (torch.float16, torch.bfloat16))
+    convolution = torch.nn.Conv1d(8, 8, 4, groups=8, dtype=torch.float16)
     with using(Policy("reference")):
-        seams.linear.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
-        seams.linear.dispatch_cpu_unquantized_gemm(convolution, remove_weight=True)
-        x = torch.randn(3, 8).bfloat16()
+        for one in (layer, other, convolution):
+            seams.linear.dispatch_cpu_unquantized_gemm(one, remove_weight=True)
+        x = torch.randn(3, 8).half()
         torch.testing.assert_close(layer.cpu_linear(x, layer.weight, layer.bias), layer(x))
     assert layer.weight.shape == (4, 8)
-    assert others == [convolution]
+    assert others == [other, convolution]
 
 
 def paged(pages, block_size, heads, size, padding=64):

@@ -49,7 +49,7 @@ def test_a_killed_engine_ends_the_server_with_its_cause_and_leaves_nothing(serve
     os.kill(engine, signal.SIGKILL)
     assert server.process.wait(timeout=90) == 1
     server.stop(signal.SIGTERM)
-    assert re.search(r"opshim: vLLM .*: engine core exited unexpectedly: killed, or out of memory\?", server.out[-1])
+    assert re.search(r"opshim: vLLM .*: engine core exited unexpectedly: killed, or out of memory\?", server.log[-1])
     assert len(left) >= 2 and all(is_gone(pid) for pid in left)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,7 +1,7 @@
-"""Seam: unquantized linear layers, logits included. `matmul_fp16` over the checkpoint's own weights.
+"""Seam: unquantized linear layers in float16, logits included. `matmul_fp16` over the checkpoint's own weights.
 
-vLLM repacks weights for its CPU matmuls at load; here they stay as they are. In bfloat16 and float32 the op's domain
-sends each call to torch's linear layer, and counts it.
+vLLM repacks weights for its CPU matmuls at load; here they stay as they are. Other dtypes are none of the op's: they
+stay with vLLM, and no call of theirs passes through the shim.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ _dispatch = utils.dispatch_cpu_unquantized_gemm
 def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -> None:
     """Sets `layer.cpu_linear`, which vLLM calls as (x, weight, bias). Convolutions and expert weights, which come here
     too, are none of matmul_fp16's."""
-    if layer.weight.is_meta or layer.weight.ndim != 2:
+    if layer.weight.is_meta or layer.weight.ndim != 2 or layer.weight.dtype is not torch.float16:
         return _dispatch(layer, remove_weight)
-    if layer.weight.dtype is torch.float16:
-        require(("matmul_fp16",), current_platform.device_type)
+    require(("matmul_fp16",), current_platform.device_type)
     layer.cpu_linear = linear
 
 
