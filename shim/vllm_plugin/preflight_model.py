@@ -44,7 +44,8 @@ def arguments(plan: Plan, verdict: Check | None) -> Iterator[Finding]:
     problem = verdict and verdict.result()
     name, _, text = (problem or "").partition(": ")
     unknown = [Finding("options", text, code=USAGE)] if name == "options" else []
-    yield from [*_refused(plan), *_out_of_range(plan.options), *unknown] or [Finding("options", "opshim honours all that were given")]
+    wrong = [*_refused(plan), *_out_of_range(plan.options), *unknown]
+    yield from wrong or [Finding("options", "opshim honours all that were given")]
     if verdict:
         yield _tokenizer(plan, problem)
 

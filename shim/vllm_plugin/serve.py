@@ -318,7 +318,8 @@ def _run(command: list[str], environment: dict[str, str], name: str, url: str, s
         say(f"stopped by {end.signal.name}{'' if end.was_ready else ' before it was ready'}")
         return STOPPED if end.was_ready else 128 + end.signal
     if end.displaced:
-        say(f"vLLM was stopped before it was ready: another process has taken its port and answers at {url}", sys.stderr)
+        why = f"another process has taken its port and answers at {url}"
+        say(f"vLLM was stopped before it was ready: {why}", sys.stderr)
         return DIED
     how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended by itself with code {end.code}"
     say(f"vLLM {how}: {end.cause or 'no cause in its log'}", sys.stderr)
