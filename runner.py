@@ -89,7 +89,7 @@ def main():
 @click.option("--host", default="127.0.0.1", show_default=True)
 @click.option("--port", default=8000, show_default=True, type=int)
 @click.option("--require-certified", is_flag=True, help="Serve only what `conform` has passed on this device.")
-@click.option("--request-policy", metavar="RULE,RULE", help="Rules for requests, none unless named; see README.")
+@click.option("--request-policy", metavar="RULE,RULE", help="Rules for requests, none unless named; see docs/serving.md.")
 @click.option("--dry-run", is_flag=True, help="Stop after all checks, before vLLM is started.")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[MODEL] [VLLM OPTIONS]...")
 def serve(arguments, **options):
