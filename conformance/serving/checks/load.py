@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import islice
 
 import httpx
@@ -18,12 +20,26 @@ from conformance.serving.client import Server, brief, message_of
 MANY, AT_ONCE = 200, 32
 NO_METRICS = "/metrics does not tell vllm:num_requests_running"
 MADE = "vllm:generation_tokens_total"
-ATTEMPTS, MOST_ATTEMPTS = 3, 15
+ATTEMPTS, LATE_ATTEMPTS, MOST_ATTEMPTS = 3, 5, 15
 LATEST = 15.0  # seconds until a request is counted
 SHORTEST = 0.1  # seconds of an answer that can be left before its end
 
 
+@contextmanager
+def _first_of_all() -> Iterator[None]:
+    """Where it is allowed, this thread comes before others: beside vLLM's, which yield in loops, one that sleeps may be
+    left out until their answer is done (seen on Linux 6.18)."""
+    how, given = os.sched_getscheduler(0), os.sched_getparam(0)
+    with suppress(PermissionError):
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, how, given)
+
+
 @check("a client that leaves frees its slot: vllm:num_requests_running falls to 0 before the answer's end")
+@_first_of_all()
 def aborted_stream_frees_its_slot(server: Server) -> str:
     need(server.busy() is not None, NO_METRICS)
     need(server.metric(MADE) is not None, f"/metrics does not tell {MADE}")
@@ -34,7 +50,8 @@ def aborted_stream_frees_its_slot(server: Server) -> str:
     need(seconds > SHORTEST, f"a whole answer of {made:.0f} tokens takes {1e3 * seconds:.0f} ms: too fast to leave")
     took, first = [], 0.0
     for stream in (True, False):
-        in_time = 0  # attempts in which the client left before the middle: on a busy machine it may be late, too
+        in_time = 0  # attempts in which the client left before the middle: on a busy machine it may be late, too,
+        late = 0  # and then time does not tell, but tokens that were not made do
         for _ in range(MOST_ATTEMPTS):
             before, begun = server.metric(MADE), time.monotonic()
             first = _leave(server, body | {"stream": stream}, min(max(0.5, first), seconds / 4))
@@ -42,6 +59,9 @@ def aborted_stream_frees_its_slot(server: Server) -> str:
             expect(idle is not None, f"{server.busy():.0f} still run or wait 15 s after the client left")
             more, after = server.metric(MADE) - before, time.monotonic() - begun
             if counted and more < made and after < 0.8 * seconds:
+                break
+            late += counted and more < made and first >= seconds / 2
+            if late == LATE_ATTEMPTS:
                 break
             in_time += first < seconds / 2
             if in_time == ATTEMPTS:
