@@ -23,6 +23,7 @@ POLICY = click.option("--policy", metavar="[strict|auto|reference]", help="Who m
 DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda (conform: or all that are here).")
 JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results here (bench: a plot beside it).")
 
+
 def only(context, option, given):
     """The one value of an option that click would take the last of, where two are given."""
     if len(given) > 1:

@@ -5,9 +5,8 @@
 
 Right are the native implementation and the one by another route (`right/`); both run the smallest case of kind "sizes"
 (see KINDS) that has several tokens, of several experts each, and rows of 16 elements or more, in each dtype, with fresh
-inputs per seed. Faults are put into what the
-native one returns, in one output: a row off by 1%, the last element 0, two heads exchanged (two eighths of a row, where the output
-has no heads). A fault that changes nothing (the last element was 0 before) is drawn again with the next seed.
+inputs per seed. Faults are put into what the native one returns, in one output: a row off by 1%, the last element 0, two
+heads exchanged (two eighths of a row, where the output has no heads). A fault that changes nothing (the last element was 0 before) is drawn again with the next seed.
 """
 
 from __future__ import annotations

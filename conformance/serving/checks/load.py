@@ -58,12 +58,11 @@ def aborted_stream_frees_its_slot(server: Server) -> str:
             counted, idle = _counted(server, before), server.idle()
             expect(idle is not None, f"{server.busy():.0f} still run or wait 15 s after the client left")
             more, after = server.metric(MADE) - before, time.monotonic() - begun
-            if counted and more < made and after < 0.8 * seconds:
+            ended, in_the_first_half = counted and more < made, first < seconds / 2
+            late += ended and not in_the_first_half
+            if (ended and after < 0.8 * seconds) or late == LATE_ATTEMPTS:
                 break
-            late += counted and more < made and first >= seconds / 2
-            if late == LATE_ATTEMPTS:
-                break
-            in_time += first < seconds / 2
+            in_time += in_the_first_half
             if in_time == ATTEMPTS:
                 expect(counted, f"the request was not counted within {LATEST:.0f} s, {ATTEMPTS} times")
                 last = f"{more:.0f} of {made:.0f} tokens, free after {after:.1f} s of {seconds:.1f}"
