@@ -98,7 +98,7 @@ def serve(arguments, **options):
 
     MODEL is a folder with a checkpoint, or a name that vLLM takes; the bundled opshim-tiny if left out. It comes before
     vLLM's own options, which are passed on. The policy is strict unless said otherwise: every op that the model uses
-    has a native implementation, or nothing starts.
+    has a native implementation, or nothing starts. With --nnodes each machine runs this; all but node 0 are --headless.
 
     \b
     Exit code: 0 stopped by Ctrl-C or SIGTERM, 1 vLLM ended by itself, 2 wrong usage or something that stands in the
@@ -157,6 +157,8 @@ def probe(static, record, as_json):
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def status(url, as_json):
     """Show what each op of a running server did: who answers, failures, refusals, answers that were not finite.
+
+    Counted over all processes of the server, with --nnodes over all its machines (a second late), under Ray over one.
 
     \b
     Exit code: 0 all is well, 1 a breaker is open or an answer was not finite, 2 nobody answers.

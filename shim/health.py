@@ -12,6 +12,7 @@ import functools
 import logging
 import mmap
 import os
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -153,6 +154,12 @@ def summary(run_dir: str | os.PathLike | None = None) -> list[Row]:
 def standings(run_dir: str | os.PathLike) -> list[Standing]:
     """What the chains of all processes under `run_dir` selected."""
     return [Standing(*key, *lanes[IS_SELECTED:]) for key, lanes in _totals(run_dir) if lanes[IS_SELECTED]]
+
+
+def packed(run_dir: str | os.PathLike) -> bytes:
+    """What all processes under `run_dir` counted, as the bytes of one such file, for the folder of another machine."""
+    records = [(struct.pack("8Q", *lanes) + "\0".join(key).encode()) for key, lanes in _totals(run_dir)]
+    return b"".join(one.ljust(_RECORD, b"\0") for one in (MAGIC, *records))
 
 
 def _totals(run_dir: str | os.PathLike) -> list[tuple[tuple[str, str], list[int]]]:

@@ -172,9 +172,10 @@ def test_ranks_of_a_cpu_share_its_memory(look, monkeypatch):
 def test_ranks_of_a_cpu_need_nodes_or_cores(look, monkeypatch, tmp_path):
     (tmp_path / "node0").mkdir()
     monkeypatch.setattr(preflight, "NODES", tmp_path)
-    stops(look("-tp", "2")[1], "device", "--tensor-parallel-size 2 needs as many NUMA nodes, here are 1")
+    stops(look("-tp", "2")[1], "device", "2 ranks of the engine need as many NUMA nodes, here are 1")
     stops(look("--distributed-executor-backend", "ray")[1], "device", "no ranks of a CPU under Ray")
     free(look("-tp", "2", environ={"VLLM_CPU_OMP_THREADS_BIND": "0|1"})[1])
+    free(look("-tp", "2", "--nnodes", "2")[1])  # one rank on each machine
     (tmp_path / "node1").mkdir()
     free(look("-tp", "2")[1])
 
@@ -257,7 +258,7 @@ def test_findings_of_a_gpu(look, gpus, monkeypatch):
     plan = replace(plan, device="cuda")
     device, lack = preflight.device(plan)
     assert "2 x A GPU, sm_90, driver" in device.text and "80.0 GiB of memory, 10.0 GiB free" in device.text
-    assert lack.code == USAGE and "--tensor-parallel-size 4 needs as many GPUs, here are 2" in lack.text
+    assert lack.code == USAGE and "4 ranks of the engine need as many GPUs, here are 2" in lack.text
     (memory,) = preflight.memory(plan)
     assert memory.code == USAGE and "10.0 GiB free: 60.0 GiB are missing" in memory.text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -45,8 +45,12 @@ def main():
         print("(APIServer pid=7) WARNING 11-30 20:01:30 [shutdown] MPClient: engine core exited unexpectedly; cleanup", flush=True)
         print("(APIServer pid=7) ERROR vllm.v1.engine.exceptions.EngineDeadError: see above", flush=True)
         sys.exit(0)
-    if behaviour in ("starts", "starts deaf"):
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if behaviour == "starts" else signal.SIG_IGN)
+    if behaviour == "joins":
+        from shim.health import IS_SELECTED, counters
+        slot = counters.slot("moe_sum", "mine")
+        counters.values[slot + IS_SELECTED] = 1
+    if behaviour in ("starts", "starts deaf", "joins"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if behaviour == "starts deaf" else signal.SIG_DFL)
         signal.pause()
     class Answer(http.server.BaseHTTPRequestHandler):
         def do_GET(self):

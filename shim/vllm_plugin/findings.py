@@ -9,7 +9,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
-from shim.vllm_plugin import capacity, checkpoint, sizes
+from shim.vllm_plugin import capacity, checkpoint, nodes, sizes
 from shim.vllm_plugin.serve import Model, Options
 
 TENSOR, PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
@@ -80,6 +80,12 @@ class Plan:
             return None
         scales = {dtype: item / own for dtype, own in checkpoint.FLOATS.items()}
         return int(sum(one.size * scales.get(one.dtype, 1) for one in stored.values())) // ranks
+
+    @property
+    def ranks_here(self) -> int:
+        """Processes of the engine on this machine."""
+        tensor, stages, machines = (capacity.whole(self.options, 1, *names) for names in (TENSOR, PIPELINE, nodes.COUNT))
+        return -(-tensor * stages // machines)
 
     @cached_property
     def memory(self) -> capacity.Memory:

@@ -39,7 +39,6 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(("--uds",), "`serve` watches over a host and a port"),
-    Rule(("--headless",), "`serve` waits for a server, which a headless engine has not"),
     Rule(
         ("--dtype",),
         f"opshim's ops take {', '.join(TAKEN)}",

@@ -1,4 +1,5 @@
-"""What the ops did, on vLLM's /metrics: read from the counters that every process of the server keeps in one folder.
+"""What the ops did, on vLLM's /metrics: read from the counters that every process of the server keeps in one folder,
+where those of other machines are put as well (nodes.py).
 
     opshim_calls_total{op,candidate}             calls that a candidate answered
     opshim_fallbacks_total{op}                   calls inside the op's domain that another than the selected one answered

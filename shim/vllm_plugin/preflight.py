@@ -20,9 +20,9 @@ from shim import device as devices
 from shim import variables
 from shim.errors import OpshimError
 from shim.loading import shown, user_cache
-from shim.vllm_plugin import capacity, preflight_model, sizes
+from shim.vllm_plugin import capacity, nodes, preflight_model, sizes
 from shim.vllm_plugin.checkpoint import human
-from shim.vllm_plugin.findings import PIPELINE, TENSOR, Finding, Plan
+from shim.vllm_plugin.findings import Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, registered
 from shim.vllm_plugin.serve import USAGE
 
@@ -71,21 +71,28 @@ def device(plan: Plan) -> Iterator[Finding]:
     found = devices.describe(plan.device)
     if plan.device == "cpu":
         yield Finding("device", f"{found.name}, {found.facts['isa']}, {found.facts['cores']} cores, {plan.memory}")
-        ranks, nodes = capacity.whole(plan.options, 1, *TENSOR), len(list(NODES.glob("node[0-9]*"))) or 1
+        ranks, here = plan.ranks_here, len(list(NODES.glob("node[0-9]*"))) or 1
         if plan.options.get("--distributed-executor-backend") == "ray":
             text = "vLLM runs no ranks of a CPU under Ray: leave --distributed-executor-backend out, or give mp"
             yield Finding("device", text, code=USAGE)
         bound = plan.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto") != "auto"
-        if ranks > nodes and not bound and plan.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") == "0":
-            text = f"--tensor-parallel-size {ranks} needs as many NUMA nodes, here are {nodes}, or to be told the cores"
-            yield Finding("device", f"{text} of each rank: VLLM_CPU_OMP_THREADS_BIND='0-1|2-3'", code=USAGE)
+        if ranks > here and not bound and plan.environ.get("VLLM_CPU_SIM_MULTI_NUMA", "0") == "0":
+            text = f"{ranks} ranks of the engine need as many NUMA nodes, here are {here}, or to be told the cores"
+            yield Finding("device", f"{text} of each: VLLM_CPU_OMP_THREADS_BIND='0-1|2-3'", code=USAGE)
         return
     capability = "sm_{}{}".format(*found.facts["capability"])
     versions = f"driver {devices.driver_version(found.facts['driver'])}, CUDA {torch.version.cuda} in torch"
     yield Finding("device", f"{torch.cuda.device_count()} x {found.name}, {capability}, {versions}, {plan.memory}")
-    ranks, here = capacity.whole(plan.options, 1, *TENSOR), torch.cuda.device_count()
-    if ranks > here and plan.options.get("--distributed-executor-backend") != "ray" and "--nnodes" not in plan.options:
-        yield Finding("device", f"--tensor-parallel-size {ranks} needs as many GPUs, here are {here}", code=USAGE)
+    ranks, here = plan.ranks_here, torch.cuda.device_count()
+    if ranks > here and plan.options.get("--distributed-executor-backend") != "ray":
+        yield Finding("device", f"{ranks} ranks of the engine need as many GPUs, here are {here}", code=USAGE)
+
+
+def node(plan: Plan) -> Iterator[Finding]:
+    """Of several machines that one engine runs on."""
+    found = nodes.of(plan.options)
+    if found:
+        yield Finding("nodes", f"{found}, {f'joins {found.leader}' if found.rank else 'which the others join'}")
 
 
 def libraries(plan: Plan) -> Iterator[Finding]:
@@ -213,7 +220,7 @@ def memory(plan: Plan) -> Iterator[Finding]:
     told = f"{'unknown' if held is None else human(held)} of weights and {human(room)} of KV cache, "
     told += "free memory is not known" if free is None else f"{human(free)} free"
     needed = (held or 0) + room
-    ranks = capacity.whole(plan.options, 1, *TENSOR) * capacity.whole(plan.options, 1, *PIPELINE)
+    ranks = plan.ranks_here
     if plan.device == "cpu" and ranks > 1:  # all of them live in this machine's memory
         told, needed = f"{ranks} ranks, each with {told}", ranks * needed
     asked = plan.device == "cuda" and "--kv-cache-memory-bytes" not in plan.options
@@ -229,6 +236,7 @@ def memory(plan: Plan) -> Iterator[Finding]:
 
 CHECKS = {
     "device": device,
+    "nodes": node,
     "libraries": libraries,
     "environment": environment,
     "shapes": preflight_model.shapes,

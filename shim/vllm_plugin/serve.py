@@ -15,6 +15,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import TextIO
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
-from shim.vllm_plugin import capacity, launch, sizes
+from shim.vllm_plugin import capacity, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
 from shim.vllm_plugin.honoured import DTYPES
@@ -88,8 +89,9 @@ def serve(
     """Serves until a signal comes; returns the exit code. `arguments`: the model first (or none), then vLLM's options.
     `dry_run`: does all but start vLLM. OpshimError for wrong usage, and for what stands in the way."""
     model, options = split(arguments, host, port)
+    headless = "--headless" in options
     rules = () if request_policy is None else request_rules.parse(request_policy)
-    if not dry_run:  # which tells of it together with all else
+    if not (dry_run or headless):  # a dry run tells of it together with all else
         check_port(host, port)
     model = find_model(model, weights=options.get("--load-format") != "dummy")
     device = check_vllm()
@@ -119,12 +121,13 @@ def serve(
     print("preflight", flush=True)
     plan = Plan(model, options, dtype, device, chosen.mode, chains)
     findings = preflight(plan, lambda one: print(one, flush=True), Verdict(model.path, options.given))
-    try:
-        check_port(host, port)
-        findings.append(Finding("port", f"{port} on {host} is free"))
-    except ServeError as error:
-        findings.append(Finding("port", str(error), code=USAGE))
-    print(findings[-1], flush=True)
+    if not headless:
+        try:
+            check_port(host, port)
+            findings.append(Finding("port", f"{port} on {host} is free"))
+        except ServeError as error:
+            findings.append(Finding("port", str(error), code=USAGE))
+        print(findings[-1], flush=True)
     stop = min((one for one in findings if one.code), key=lambda one: one.code, default=None)
     if stop:
         return _not_started(f"{stop.name}: {stop.text}", stop.code)
@@ -141,7 +144,7 @@ def serve(
     scheme = "https" if "--ssl-certfile" in options else "http"
     url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     name = options.get("--served-model-name") or model.name
-    return _run(command, environment, name, url, selected)
+    return _run(command, environment, name, url, selected, nodes.of(options))
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -262,7 +265,9 @@ def vllm_command(
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of vLLM's `serve`; what the user gave wins over each default. `own`: opshim's variables.
     Both are told, as a line that can be run by hand."""
-    command = [sys.executable, "-m", launch.__name__, model.path, "--host", host, "--port", str(port)]
+    command = [sys.executable, "-m", launch.__name__, model.path]
+    if "--headless" not in options:
+        command += ["--host", host, "--port", str(port)]
     defaults = {"VLLM_NO_USAGE_STATS": "1"}
     if model.local:
         defaults["HF_HUB_OFFLINE"] = "1"
@@ -300,10 +305,24 @@ def _show_hooks(device: str, needed: Sequence[str]) -> None:
     sys.stdout.flush()
 
 
-def _run(command: list[str], environment: dict[str, str], name: str, url: str, selected: Mapping[str, str]) -> int:
-    from shim.vllm_plugin.supervise import Supervisor
+def _run(
+    command: list[str],
+    environment: dict[str, str],
+    name: str,
+    url: str,
+    selected: Mapping[str, str],
+    node: nodes.Node | None,
+) -> int:
+    from shim.vllm_plugin.supervise import Server, Supervisor
+
+    headless = node is not None and node.headless
+    if headless:
+        say(f"{node} waits for {node.leader}, which serves")
 
     def ready(seconds: float) -> None:
+        if headless:
+            say(f"{node} has joined {node.leader} after {seconds:.0f} s; Ctrl-C stops it")
+            return
         request = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
         say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it. Try:")
         print(f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{request}'", flush=True)
@@ -312,14 +331,15 @@ def _run(command: list[str], environment: dict[str, str], name: str, url: str, s
         say(f"{number.name}: stopping vLLM, which has {seconds:.0f} s; another signal kills it")
 
     with tempfile.TemporaryDirectory(prefix="opshim-run-") as run:
-        end = Supervisor(f"{url}/health", ready, stopping).run(command, environment | {"OPSHIM_RUN_DIR": run})
+        with nodes.Guest(node, run) if node else nullcontext() as guest:
+            supervisor = Supervisor(guest if headless else Server(f"{url}/health"), ready, stopping)
+            end = supervisor.run(command, environment | {"OPSHIM_RUN_DIR": run})
         print(calls_table(summary(run), selected), flush=True)
     if end.signal is not None:
         say(f"stopped by {end.signal.name}{'' if end.was_ready else ' before it was ready'}")
         return STOPPED if end.was_ready else 128 + end.signal
-    if end.displaced:
-        why = f"another process has taken its port and answers at {url}"
-        say(f"vLLM was stopped before it was ready: {why}", sys.stderr)
+    if end.trouble:
+        say(f"vLLM was stopped{'' if end.was_ready else ' before it was ready'}: {end.trouble}", sys.stderr)
         return DIED
     how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended by itself with code {end.code}"
     say(f"vLLM {how}: {end.cause or 'no cause in its log'}", sys.stderr)

@@ -14,12 +14,13 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from shim.vllm_plugin.launch import LIFELINE
 
 GRACE = 15.0  # seconds from the first signal to SIGKILL
-GRACE_OF_START = 5.0  # before it is ready: vLLM is deaf to signals while an engine is built, and has no request to end
+GRACE_OF_START = 5.0  # before it is ready, or in trouble: vLLM may be deaf to signals then, and has no request to end
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAUSE = re.compile(
     r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?"
@@ -34,28 +35,59 @@ _LISTENS = "0A"  # in /proc/net/tcp
 @dataclass
 class End:
     """How the child ended: its exit code, the signal that this process was stopped by (None: it ended by itself), the
-    first line of its log that looks like a cause, whether it was stopped because its port was another process's, and
-    whether it had been ready."""
+    first line of its log that looks like a cause, the trouble that this process stopped it for, and whether it had been
+    ready."""
 
     code: int
     signal: signal.Signals | None
     cause: str
-    displaced: bool = False
+    trouble: str = ""
     was_ready: bool = False
+
+
+class Watched(Protocol):
+    """What a child is for. `trouble`: why it has to be stopped, "" as long as it need not be."""
+
+    trouble: str
+
+    def is_ready(self, group: int) -> bool:
+        """Whether it does what it is for; `group`: of its processes."""
+
+
+@dataclass
+class Server:
+    """One that answers at the URL `health` once it is ready."""
+
+    health: str
+    trouble: str = ""
+
+    def is_ready(self, group: int) -> bool:
+        answers = self._answers()
+        if answers and not is_served_by(group, urlsplit(self.health).port):
+            self.trouble = f"another process has taken its port and answers at {self.health.removesuffix('/health')}"
+        return answers and not self.trouble
+
+    def _answers(self) -> bool:
+        try:
+            own = ssl._create_unverified_context() if self.health.startswith("https:") else None  # to itself
+            with urllib.request.urlopen(self.health, timeout=1, context=own) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
 
 
 @dataclass
 class Supervisor:
     """`run(...)` returns when the child and all of its process group are gone."""
 
-    health: str  # URL that answers once the child is ready
+    watched: Watched
     on_ready: Callable[[float], None]  # called once with the seconds it took
     on_stop: Callable[[signal.Signals, float], None]  # called once with the signal and the seconds the child has to end
     stop: threading.Event = field(default_factory=threading.Event)
     signals: list[signal.Signals] = field(default_factory=list)
     causes: list[str] = field(default_factory=list)
     owed: int = 0  # lines that still belong to the last cause
-    displaced: bool = False
+    trouble: str = ""
     ready: bool = False
 
     def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
@@ -85,7 +117,7 @@ class Supervisor:
                 signal.signal(number, handler)
         first = self.signals[0] if self.signals else None
         cause = self.causes[0] if self.causes else ""
-        return End(child.returncode, first, cause, self.displaced, self.ready)
+        return End(child.returncode, first, cause, self.trouble, self.ready)
 
     def _stopped(self, number, frame) -> None:
         self.signals.append(signal.Signals(number))
@@ -101,26 +133,16 @@ class Supervisor:
                 self.on_stop(self.signals[0], grace)
             if deadline and (time.monotonic() > deadline or len(self.signals) > 1):
                 _signal_group(child.pid, signal.SIGKILL)
-            if not self.ready and not deadline and self._answers():
-                self.ready = is_served_by(child.pid, urlsplit(self.health).port)
-                if self.ready:
-                    self.on_ready(time.monotonic() - started)
-                else:
-                    self.displaced = True
-                    deadline = time.monotonic() + GRACE
-                    child.send_signal(signal.SIGTERM)
+            if not self.ready and not deadline and self.watched.is_ready(child.pid):
+                self.ready = True
+                self.on_ready(time.monotonic() - started)
+            if not deadline and self.watched.trouble:
+                self.trouble, deadline = self.watched.trouble, time.monotonic() + GRACE_OF_START
+                child.send_signal(signal.SIGTERM)
             if deadline:
                 time.sleep(0.1)
             else:
                 self.stop.wait(1.0 if self.ready else 0.25)
-
-    def _answers(self) -> bool:
-        try:
-            own = ssl._create_unverified_context() if self.health.startswith("https:") else None  # to itself
-            with urllib.request.urlopen(self.health, timeout=1, context=own) as answer:
-                return answer.status == 200
-        except OSError:
-            return False
 
     def _pass_on(self, pipe) -> None:
         """The child's log goes to stderr as it comes, progress bars included."""

@@ -1,0 +1,110 @@
+"""One engine over several machines (vLLM's --nnodes): who leads it, whether that one is there, what the others counted.
+
+All its processes meet in a store of torch.distributed, which rank 0 keeps at --master-addr and --master-port as long as
+it lives. `serve` of each node is a guest there: the others leave their counters in it, node 0 takes them into its own
+folder, where /metrics and the table at the end add up what lies there.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Self
+
+from shim.errors import OpshimError
+from shim.health import packed, standings
+from shim.vllm_plugin.capacity import whole
+
+COUNT, RANK, DATA = ("--nnodes", "-n"), ("--node-rank", "-r"), ("--data-parallel-size", "-dp")
+PAUSE = 1.0  # seconds between two visits to the store
+SILENCE = 10.0  # seconds without an answer after which the store is gone: an engine that starts anew takes longer
+PATIENCE = 2.0  # seconds for one answer
+
+
+@dataclass(frozen=True)
+class Node:
+    rank: int
+    count: int
+    host: str  # of the store
+    port: int
+    headless: bool
+
+    def __str__(self) -> str:
+        return f"node {self.rank} of {self.count}"
+
+    @property
+    def leader(self) -> str:
+        return f"node 0 at {self.host}:{self.port}"
+
+
+def of(options) -> Node | None:
+    """This node by vLLM's options; None where it is the only one, OpshimError where nothing would lead or join it."""
+    count, rank, headless = whole(options, 1, *COUNT), options.get(*RANK) or "0", "--headless" in options
+    port = whole(options, 29501, "--master-port")  # vLLM's own
+    if not rank.isdigit() or int(rank) >= count:
+        raise OpshimError(f"{RANK[0]} must be from 0 to {count - 1} with {COUNT[0]} {count}, got {rank}")
+    engines = whole(options, 1, *DATA)
+    if headless and engines > 1:
+        raise OpshimError(f"--headless: an engine of {DATA[0]} {engines} has no leader that `serve` could watch over")
+    if headless and rank == "0":
+        where = f"--master-addr ADDRESS {RANK[0]} 1" if count > 1 else f"{COUNT[0]} 2 {RANK[0]} 1 --master-addr ADDRESS"
+        raise OpshimError(f"--headless: node 0 serves, only others go without a server: {where}")
+    if not headless and int(rank) and engines == 1:
+        raise OpshimError(f"{RANK[0]} {rank} needs --headless: only node 0 serves")
+    host = options.get("--master-addr") or "127.0.0.1"
+    return Node(int(rank), count, host, port, headless) if count > 1 else None
+
+
+class Guest:
+    """A node's visits to the store in a thread, for a `with` block; the supervisor's `watched` of a headless one."""
+
+    def __init__(self, node: Node, run_dir: str | Path):
+        self.node, self.run_dir, self.heard = node, Path(run_dir), None
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._visit, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._left.set()
+        self._thread.join(timeout=2 * PATIENCE)
+
+    def is_ready(self, group: int) -> bool:
+        """The first layers of a worker are made after the processes of all nodes have met."""
+        return self.heard is not None and bool(standings(self.run_dir))
+
+    @property
+    def trouble(self) -> str:
+        silent = self.heard is not None and time.monotonic() - self.heard > SILENCE
+        return f"{self.node.leader} is gone" if silent else ""
+
+    def _visit(self) -> None:
+        while not self._left.wait(PAUSE):
+            try:
+                self._exchange()
+                self.heard = time.monotonic()
+            except (OSError, RuntimeError):  # the second is torch's
+                pass  # it is not there yet, or no more: `trouble` tells
+
+    def _exchange(self) -> None:
+        from torch.distributed import TCPStore
+
+        where, patience = (self.node.host, self.node.port), timedelta(seconds=PATIENCE)
+        socket.create_connection(where, PATIENCE).close()  # torch's client logs a page of C++ where nobody listens
+        store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=patience)
+        keys = {rank: f"opshim/node{rank}" for rank in range(self.node.count)}
+        if self.node.rank:
+            store.set(keys[self.node.rank], packed(self.run_dir))
+            return
+        for rank, key in keys.items():
+            if store.check([key]):
+                file = self.run_dir / f"calls-of-node{rank}.bin"
+                part = file.with_suffix(".part")
+                part.write_bytes(store.get(key))
+                part.replace(file)  # whoever adds up sees no half of it
