@@ -67,7 +67,7 @@ def free_port() -> int:
 
 
 class Server:
-    """`runner.py serve` with some options; `ready()` waits for it, `stop()` ends it by a signal."""
+    """`runner.py serve` with some options, or of a headless node; `ready()` waits for it, `stop()` ends it by a signal."""
 
     def __init__(self, *options: str):
         self.port = free_port()
@@ -86,14 +86,14 @@ class Server:
     def _read(self, pipe, lines: list[str]) -> None:
         for line in pipe:
             lines.append(line)
-            if "opshim: ready on" in line:
+            if _says_ready(line):
                 self._ready.set()
         self._ready.set()  # it will never be: nobody is to wait for it any longer
 
     def ready(self, seconds: float = 400) -> str:
         """The server's base URL; AssertionError with the log's end where it does not get ready."""
         self._ready.wait(seconds)
-        if self.process.poll() is not None or not any("ready on" in line for line in self.out):
+        if self.process.poll() is not None or not any(map(_says_ready, self.out)):
             raise AssertionError("not ready\n" + "".join(self.out[-20:] + self.log[-60:]))
         return f"http://127.0.0.1:{self.port}/v1"
 
@@ -105,6 +105,10 @@ class Server:
         for reader in self._readers:
             reader.join(timeout=10)
         return code
+
+
+def _says_ready(line: str) -> bool:
+    return line.startswith("opshim: ") and ("ready on" in line or "has joined" in line)
 
 
 @contextmanager

@@ -1,16 +1,20 @@
-"""`runner.py serve` whose engine is killed: a clear end, and nothing left behind. The same server shows that the
-preflight's figures of the KV cache are vLLM's."""
+"""`runner.py serve` whose engine is killed, and a node of it whose leader is gone: a clear end, and nothing left behind.
+The same server shows that the preflight's figures of the KV cache are vLLM's, and what two nodes are to answer."""
 
 import os
 import re
 import signal
 import socket
+import time
+import urllib.request
 from pathlib import Path
 
+import openai
 import pytest
 
 from conformance.meta.test_runner_serve import is_gone
 from conformance.serving import engines
+from shim.vllm_plugin import status
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +22,29 @@ def server():
     with engines.serving("--max-model-len", "1024") as server:
         server.ready()
         yield server
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """Node 0 and node 1 of one engine."""
+    options = ["--nnodes", "2", "--master-port", str(engines.free_port()), "--tensor-parallel-size", "2"]
+    with engines.serving(*options, "--node-rank", "1", "--headless") as other, engines.serving(*options) as leader:
+        leader.ready()
+        other.ready()
+        yield leader, other
+
+
+def answers(server) -> list[str]:
+    client = openai.OpenAI(base_url=server.ready(), api_key="none", max_retries=0, timeout=120)
+    ask = {"model": "opshim-tiny", "temperature": 0, "max_tokens": 16}
+    prompts = ("The capital of Italy is", "Once upon a time")
+    return [client.completions.create(prompt=prompt, **ask).choices[0].text for prompt in prompts]
+
+
+def calls(server) -> dict[str, int]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as answer:
+        rows = status.read(answer.read().decode())
+    return {row["op"]: row["calls"] for row in rows if row["selected"]}
 
 
 def processes(server) -> dict[int, str]:
@@ -41,6 +68,27 @@ def test_the_cache_is_what_the_preflight_said(server):
     assert abs(int(said[1].replace(",", "")) - int(size[1].replace(",", ""))) <= 1
     assert float(said[3].replace(",", "")) == pytest.approx(float(size[2]), abs=0.06)
     assert f"Setting attention block size to {said[2]} tokens" in log
+
+
+def test_two_nodes_answer_what_one_does_and_both_are_counted(nodes, server):
+    leader, _ = nodes
+    assert answers(leader) == answers(server)
+    expected = {op: 2 * number for op, number in calls(server).items()}
+    deadline = time.monotonic() + 30
+    while calls(leader) != expected and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert calls(leader) == expected and expected["matmul_fp16"]
+
+
+def test_a_node_whose_leader_is_gone_ends_and_leaves_nothing(nodes):
+    leader, other = nodes
+    left = processes(leader) | processes(other)
+    assert leader.stop(signal.SIGINT) == 0
+    assert other.process.wait(timeout=60) == 1
+    other.stop(signal.SIGINT)  # it has ended: all that it said is there
+    assert other.log[-1].startswith("opshim: vLLM was stopped: node 0 at 127.0.0.1:")
+    assert "matmul_fp16" in "".join(other.out[-12:])
+    assert len(left) >= 4 and all(is_gone(pid) for pid in left)
 
 
 def test_a_killed_engine_ends_the_server_with_its_cause_and_leaves_nothing(server):
