@@ -43,8 +43,9 @@ CASES = 80  # of one process, at most: its start takes as long as some cases
 GRACE = 10.0  # seconds for a process whose time is over to write its sums
 OURS = "kns=_GLOBAL__N_"  # kernels are in anonymous namespaces
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
-# The first line on a finding; what the tool says of an interrupted program is none.
-RECORD = re.compile(r"^========= (?!COMPUTE-SANITIZER|.*SUMMARY|.*(?:process didn't|Target app))\S", re.MULTILINE)
+# The first line on a finding; what the tool says of itself, or of an interrupted or a late program, is none.
+OWN = r"COMPUTE-SANITIZER|.*SUMMARY|.*(?:process didn't|Target app|No attachable process|Default timeout)"
+RECORD = re.compile(rf"^========= (?!{OWN})\S", re.MULTILINE)
 COUNTS = re.compile(r"^\d+ \w+(?:, \d+ \w+)* in [\d.]+s", re.MULTILINE)  # pytest's last line
 PROGRESS = re.compile(r"^([.sFE]+)(?: +\[ *\d+%\])?$", re.MULTILINE)
 _sessions: set[int] = set()  # of the programs that run under a tool now

@@ -22,6 +22,9 @@ WORDS = {
     "not all": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo '8 passed in 3.00s'",
     "nothing run": "echo '========= ERROR SUMMARY: 0 errors' > $L; echo 'no tests ran in 3.00s'",
     "broken": "echo '========= COMPUTE-SANITIZER' > $L; echo '9 passed in 3.00s'",
+    "late": """printf '========= COMPUTE-SANITIZER
+========= Error: No attachable process found. compute-sanitizer timed-out.
+========= Default timeout can be adjusted with --launch-timeout. Awaiting target completion.\n' > $L; sleep 60""",
     "killed": """printf '========= COMPUTE-SANITIZER\n========= Invalid __global__ read of size 4 bytes
 =========     at kernel\n' > $L; printf '..s.F'; sleep 60""",
 }
@@ -82,11 +85,12 @@ def test_only_a_run_that_ended_and_found_nothing_is_clean(tool, tmp_path, words,
             "killed",
             "1 found so far, 5 of 9 cases ended (1 failed, 3 passed, 1 skipped); processes without the tool's sum: 1",
         ),
+        ("late", "0 found so far, 0 of 9 cases ended; processes without the tool's sum: 1"),
         ("broken", "0 found so far, 9 of 9 cases ended (9 passed); processes without the tool's sum: 1"),
     ],
 )
 def test_what_was_done_counts_when_the_time_is_over(tool, tmp_path, monkeypatch, words, told):
-    monkeypatch.setattr(sanitize, "GRACE", 3.0 if words == "interrupted" else 0.2)
+    monkeypatch.setattr(sanitize, "GRACE", 30.0 if words == "interrupted" else 0.2)
     tool(WORDS[words])
     assert checked(tmp_path, seconds=2.0) == f"FAIL  memcheck   moe_sum                {told}"
 
