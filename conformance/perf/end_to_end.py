@@ -220,9 +220,14 @@ def main(model, layers, requests, tokens_in, tokens_out, times, timeout, caches,
         found = compare(given, times, timeout, caches.resolve(), logs)
     print(table(found))
     if out:
+        import torch
+
+        from conformance.perf.bench import about  # only now, as torch would hold memory of the GPU meanwhile
+
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         sizes = {"requests": requests, "tokens_in": tokens_in, "tokens_out": tokens_out}
         sizes["model"] = model or REAL | {"num_hidden_layers": layers}
-        told = {"date": time.strftime("%Y-%m-%d"), "caches": state, "sizes": sizes, **found}
+        told = about(device) | {"caches": state, "sizes": sizes, **found}
         out.write_text(json.dumps(told, indent=1) + "\n")
 
 

@@ -1,9 +1,9 @@
 """`runner.py bench --device cuda`: medians under CUDA graphs, every provider side by side, next to the floor.
 
 Calls are captured into one graph, each on inputs of its own as far as it takes to leave the L2 cache, and the graph is
-replayed; a provider that cannot be captured is timed call by call, and marked. Floors come from two ceilings measured
-in the same run, of a large copy or sum and of a large float16 matmul: the larger of bytes over the one and operations
-over the other.
+replayed; a provider that cannot be captured is timed call by call, and marked, and so is a size of which all inputs
+stay in that cache. Floors come from two ceilings measured in the same run, of a large copy or sum and of a large float16
+matmul: the larger of bytes over the one and operations over the other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from conformance.case import Case
 from conformance.perf.gpu_sizes import GPU_LAYER, work
 from conformance.run import Target
 
-MOST_INPUTS = 24
+MOST_INPUTS = 128
 CALLS = 24  # in a graph, at least
 REPLAYS, SECONDS = 30, 0.25
 WARM = 0.05  # seconds of replays before: clocks rise with work, and whoever is timed first must not pay for it
@@ -63,7 +63,8 @@ def rows(names: Sequence[str], providers: Sequence[str], ceilings: Ceilings) -> 
             inputs = rotation(case)
             traffic, operations = work(name, inputs[0])
             row = {"op": name, "size": case.id.removeprefix(f"{name}-layer-"), "bytes": traffic, "flops": operations}
-            row |= {"floor_us": ceilings.floor_us(traffic, operations), "providers": {}}
+            row |= {"floor_us": ceilings.floor_us(traffic, operations), "cached": traffic * len(inputs) <= _cache()}
+            row["providers"] = {}
             for provider, target in targets.items():
                 row["providers"][provider] = timed(target, inputs)
             del inputs
@@ -83,15 +84,19 @@ def timed(target: Target, inputs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rotation(case: Case) -> list[dict[str, Any]]:
-    """Argument sets of one size, made on the device: as many as it takes to be three times the L2 cache."""
-    enough = 3 * torch.cuda.get_device_properties("cuda").L2_cache_size
-    inputs, size = [], 0
-    while not inputs or (size < enough and len(inputs) < MOST_INPUTS):
+    """Argument sets of one size, made on the device: calls on all of them move three times what the L2 cache holds, or
+    there are MOST_INPUTS."""
+    inputs, moved = [], 0
+    while not inputs or (moved < 3 * _cache() and len(inputs) < MOST_INPUTS):
         generator = torch.Generator("cuda").manual_seed(case.seed(len(inputs)))
         with torch.device("cuda"):
             inputs.append(shim.get(case.op).example(generator, "cuda", case.dtype, **case.sizes))
-        size += sum(value.nbytes for value in inputs[-1].values() if isinstance(value, torch.Tensor))
+        moved += work(case.op, inputs[-1])[0]
     return inputs
+
+
+def _cache() -> int:
+    return torch.cuda.get_device_properties("cuda").L2_cache_size
 
 
 def time_calls(calls: list[Callable[[], Any]]) -> tuple[float, str]:
@@ -150,6 +155,7 @@ def printed(found: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterat
         row["to_best_other"] = first / min(others) if first and others else None
         cells += f"{row['to_floor']:9.1f}" if first and row["to_floor"] < 1000 else f"{'':9}"
         cells += f"{row['to_best_other']:14.2f}" if row["to_best_other"] else ""
-        print(f"{row['op']:22}{row['size']:50}{row['floor_us']:10.2f}{cells}  {'; '.join(notes)[:160]}".rstrip(), flush=True)
+        size = row["size"] + " +" * row["cached"]
+        print(f"{row['op']:22}{size:50}{row['floor_us']:10.2f}{cells}  {'; '.join(notes)[:160]}".rstrip(), flush=True)
         yield row
-    print("* timed call by call: it cannot be captured into a graph")
+    print("* timed call by call: it cannot be captured into a graph; + all inputs fit the L2 cache together")

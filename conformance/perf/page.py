@@ -43,7 +43,7 @@ def _speed(op: str, rows: list[dict[str, Any]]) -> str:
         cells = [f"{one['us']:.2f}{'*' if one['how'] == 'events' else ''}" if one.get("us") else "" for one in times]
         floor, other = row.get("to_floor"), row.get("to_best_other")
         shown = (f"{floor:.1f}" if floor and floor < 1000 else "", f"{other:.2f}" if other else "")
-        lines.append((row["size"], f"{row['floor_us']:.2f}", *cells, *shown))
+        lines.append((row["size"] + " +" * row.get("cached", False), f"{row['floor_us']:.2f}", *cells, *shown))
     return f"## {op}\n\n{_table(head, lines)}"
 
 
