@@ -48,6 +48,14 @@ def test_an_op_without_sizes_is_told_where_they_go(scratch, capsys):
     need_sizes([name for name in shim.names() if name != "unmeasured"], "cuda")
 
 
+@pytest.mark.parametrize("full", ["out.json", "out.svg"])
+def test_results_that_cannot_be_written_are_printed_and_exit_1(full, nothing_measured, tmp_path, capsys):
+    (tmp_path / full).symlink_to("/dev/full")
+    assert bench(["moe_sum"], json_out=str(tmp_path / "out.json")) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("op ") and f"bench: {tmp_path / full} cannot be written: No space left" in said.err
+
+
 @pytest.mark.parametrize(("load", "told"), [(0.5, False), (1e4, True)])
 def test_a_busy_machine_is_told_in_one_line(nothing_measured, monkeypatch, capsys, load, told):
     monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
