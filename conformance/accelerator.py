@@ -20,8 +20,8 @@ def settle(device: str) -> None:
 
 @contextmanager
 def settled(device: str) -> Iterator[None]:
-    """Around a provider's call: whatever is wrong with it is raised in here. One that raises may leave an error behind as
-    well, or all the same: that is cleared, as the next launch would tell it, which may be the suite's own."""
+    """Around a provider's call: whatever is wrong with it is raised in here. One that raises may leave an error behind
+    all the same: that is cleared, as the next launch would tell it, which may be the suite's own."""
     try:
         yield
     except (Exception, SystemExit):

@@ -115,7 +115,7 @@ def test_a_call_that_leaves_an_error_behind_has_raised_even_where_it_raises_itse
 
 
 def test_calls_that_a_property_makes_by_itself_are_settled_too(left):
-    with pytest.raises(Ended, match="under graph capture: RuntimeError: CUDA error") as end, telling("under graph capture"):
+    with pytest.raises(Ended, match="in a graph: RuntimeError: CUDA error") as end, telling("in a graph"):
         left.append("CUDA error: invalid argument")
     assert (end.value.status, end.value.reason) == ("fail", "raised")
 

@@ -121,7 +121,7 @@ def test_what_is_no_url_of_a_server_is_refused_in_the_same_words(run, command, u
 def test_build_refuses_archs_that_the_kernels_or_nvcc_do_not_have(run, scratch, monkeypatch):
     nvcc = script(scratch / "nvcc", f'test "$1" = --list-gpu-code && echo sm_75 sm_80 sm_90 || touch {scratch / "compiled"}')
     monkeypatch.setenv("NVCC", str(nvcc))
-    for arch in ("75", "33", "80,75"):
+    for arch in ("75", "33", "80,75", "", "80,"):
         wrong = arch.split(",")[-1]
         words = f"unknown GPU arch '{wrong}'; known: 80, 90, 90a; opshim's kernels need sm_80 or later"
         refused(run("build", "--arch", arch, "--folder", scratch / "lib"), words)

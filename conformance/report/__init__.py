@@ -218,8 +218,8 @@ def replace(path: Path, document: dict[str, Any]) -> None:
 
 
 def written(command: str, place: str | Path | None, write: Callable[[Path], Any]) -> bool:
-    """Whether a command could write at the place that was asked for, if one was: what it found out has been printed, and
-    so is why it is not written."""
+    """Whether a command could write at the place that was asked for, if one was. What it found out has been printed
+    before, and so is why it is not written."""
     try:
         if place:
             write(Path(place))

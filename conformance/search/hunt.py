@@ -130,7 +130,7 @@ class Hunt:
         return min(result.ratio, 1.0)
 
     def kept(self, problem: Problem, result: Result | None = None) -> str:
-        """The replay file, or "" where none can be written: that is no finding, and conftest.py says it of a failure."""
+        """The replay file, or "" where none can be written: no finding. Of a failure conftest.py says so."""
         with suppress(OSError):
             return replay.keep(self.case, self.target, problem, result)
         return ""

@@ -50,8 +50,8 @@ def place(case: Case, target: Target) -> Path:
 
 
 def keep(case: Case, target: Target, problem: Problem | None = None, result: Result | None = None) -> str:
-    """Writes the case's replay file; gives its path, or "" where the run keeps none. OSError where it cannot be written;
-    then there is none, rather than one cut short."""
+    """Writes the case's replay file; gives its path, or "" where the run keeps none. OSError where it cannot be
+    written: then there is none, rather than one cut short."""
     if run.folder is None:
         return ""
     files = list(run.provider_files)
