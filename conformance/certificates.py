@@ -3,6 +3,7 @@
 A full pass: every case that the tables list for the op at that level was run, some that call the provider passed, and
 none failed. What is known of a build stays until something at least as good is known: a failure replaces a pass, a pass
 at the same or a higher level replaces a failure. A partial run proves nothing, yet what fails in it has failed.
+Where a case itself broke, it was the suite or the machine: that is neither a pass nor a failure.
 `shim/certificates.py` has the files' layout and reads them.
 """
 

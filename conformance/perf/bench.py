@@ -45,13 +45,15 @@ def bench(
     cold: bool = False,
 ) -> int:
     """Prints both tables; json_out: the same as JSON, with a plot beside it (.svg). cold: the time to first results
-    instead. 0, 2 for wrong usage, or 1 where the results cannot be written."""
+    instead. 0, 2 for wrong usage, or 1 where an op of these had no result or the results cannot be written."""
     try:
         for provider in providers:
             selection = Selection.make(ops, provider, provider_files, device)
         need_sizes(ops or shim.names(), selection.devices[0])
         if threads < 1:
             raise SelectionError(f"threads must be 1 or more, got {threads}")
+        if cold and (provider_files or list(providers) != ["native"]):
+            raise SelectionError("--cold measures the provider that serves each op by itself: it takes no --provider")
         if json_out:
             report.need_file(json_out)
     except shim.OpshimError as error:
@@ -63,7 +65,8 @@ def bench(
         print(f"bench: other work is in these times: the load average is {load:.1f} on {cores} cores", file=sys.stderr)
     if cold:
         rows = first_results(names, selection.devices[0])
-        return saved(json_out, about(selection.devices[0]) | {"cold": rows})
+        failed = any("reason" in row for row in rows)
+        return saved(json_out, about(selection.devices[0]) | {"cold": rows}) or int(failed)
     if selection.devices[0] == "cuda":
         return on_gpu(names, providers, json_out)
     with threads_of_torch(threads):
