@@ -18,6 +18,6 @@ FROM vllm/vllm-openai:v0.24.0
 COPY --from=build /opshim /opshim
 WORKDIR /opshim
 RUN python3 -m pip install --no-cache-dir --no-deps --no-build-isolation --editable . \
-    && python3 runner.py probe --static --record
+    && python3 runner.py probe --static
 ENTRYPOINT ["python3", "/opshim/runner.py"]
 CMD ["serve", "--host", "0.0.0.0"]

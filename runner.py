@@ -135,10 +135,12 @@ def ops(as_json, **options):
 
 @main.command()
 @click.option("--static", is_flag=True, help="Do not start CUDA: for a machine without a GPU.")
-@click.option("--record", is_flag=True, help="Record the hashes of all files first (when an image is built).")
+@click.option("--record", is_flag=True, help="Write the files' hashes into manifest.sha256 instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def probe(static, record, as_json):
     """Check that all is here: files, libraries and their symbols, compilers, vLLM and its hooks, the device.
+
+    Files are compared with manifest.sha256, in a clone or an image; after an edit, --record renews it.
 
     \b
     Exit code: 0 no FAIL, 1 one or more.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
@@ -15,6 +16,19 @@ def settle(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
         _cell().fill_(1)
+
+
+@contextmanager
+def settled(device: str) -> Iterator[None]:
+    """Around a provider's call: whatever is wrong with it is raised in here. One that raises may leave an error behind
+    all the same: that is cleared, as the next launch would tell it, which may be the suite's own."""
+    try:
+        yield
+    except (Exception, SystemExit):
+        with suppress(Exception):
+            settle(device)
+        raise
+    settle(device)
 
 
 @cache

@@ -3,6 +3,7 @@
 A full pass: every case that the tables list for the op at that level was run, some that call the provider passed, and
 none failed. What is known of a build stays until something at least as good is known: a failure replaces a pass, a pass
 at the same or a higher level replaces a failure. A partial run proves nothing, yet what fails in it has failed.
+Where a case itself broke, it was the suite or the machine: that is neither a pass nor a failure.
 `shim/certificates.py` has the files' layout and reads them.
 """
 
@@ -20,7 +21,8 @@ from shim.loading import shown
 
 
 def issue(results: Iterable[dict[str, Any]], folder: Path | None = None) -> list[str]:
-    """Writes what the reports prove; one line per report says what came of it. Default folder: where serve looks."""
+    """Writes what the reports prove; one line per report says what came of it. Default folder: where serve looks.
+    ReportError where one cannot be written."""
     folder = folder or certificates.folders()[0]
     return [_issue(report, folder) for report in results if report["provider"] != "reference"]
 
@@ -28,11 +30,18 @@ def issue(results: Iterable[dict[str, Any]], folder: Path | None = None) -> list
 def obstacle(report: dict[str, Any]) -> str:
     """Why the report is no full pass; empty where it is one."""
     summary = report["summary"]
+    if convictions(report):
+        return f"{convictions(report)} cases failed"
     if summary["failed"]:
-        return f"{summary['failed']} cases failed"
+        return f"{summary['failed']} cases broke: a fault of the suite or of this machine, which proves nothing"
     if summary["verdict"] == "nothing ran":
         return "nothing ran"
     return unrun(report) or ("" if report["build"] else "its code cannot be identified")
+
+
+def convictions(report: dict[str, Any]) -> int:
+    """How many cases the provider fails. Where a case itself broke, as on a full disk, nothing is known of it."""
+    return sum(case["status"] == "fail" and case["reason"] != "broken_case" for case in report["cases"])
 
 
 def unrun(report: dict[str, Any]) -> str:
@@ -45,7 +54,7 @@ def _issue(report: dict[str, Any], folder: Path) -> str:
     provider = report["provider"].removesuffix(":precompiled").removesuffix(":jit")
     what = f"{report['op']} {provider}"
     reason = obstacle(report)
-    if not report["build"] or (reason and not report["summary"]["failed"]):
+    if not report["build"] or (reason and not convictions(report)):
         return f"{what}: no certificate, as {reason}"
     device = report["environment"]["device"]
     path = certificates.path(folder, device["fingerprint"], report["op"], provider, report["build"]["identity"])
@@ -58,7 +67,7 @@ def _issue(report: dict[str, Any], folder: Path) -> str:
         "report": reports.digest(report),
     }  # fmt: skip
     if _replaces(new, _old(path)):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        reports.need_folder(path.parent)
         reports.replace(path, new)
         return f"{what}: {f'not certified, as {reason}' if reason else 'certified'} ({shown(path)})"
     return f"{what}: the certificate stays as it was ({shown(path)})"

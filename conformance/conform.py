@@ -67,19 +67,18 @@ def conform(
             return FAIL
         reports = report.read(Path(folder))
     print(text(reports))
-    if json_out:
-        report.save(Path(json_out), report.merged(reports))
-    if report_dir:
-        print(f"report: {report.write(Path(report_dir), reports)}")
-    if certificates_dir:
-        print(*certificates.issue(reports, Path(certificates_dir)), sep="\n")
+    written = [  # each of them, whatever became of the others
+        report.written("conform", json_out, lambda file: report.save(file, report.merged(reports))),
+        report.written("conform", report_dir, lambda folder: print(f"report: {report.write(folder, reports)}")),
+        report.written("conform", certificates_dir, lambda to: print(*certificates.issue(reports, to), sep="\n")),
+    ]
     verdicts = {one["summary"]["verdict"] for one in reports}
     granted = {"pass"} if ops else {"pass", "nothing ran"}  # of all ops, a provider may well offer only some
     lost = [f"{one['op']}: {why}" for one in reports if (why := certificates.unrun(one))]
     if lost:
         why = "stopped before the end:" if stopped else "results were lost:"
         print(f"conform: {why}", *lost, *() if stopped else (said[-2000:],), sep="\n", file=sys.stderr)
-    return PASS if code == 0 and "pass" in verdicts <= granted and not lost else FAIL
+    return PASS if code == 0 and "pass" in verdicts <= granted and not lost and all(written) else FAIL
 
 
 def _run(command: Sequence[str]) -> tuple[int, str, bool]:

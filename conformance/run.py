@@ -29,7 +29,7 @@ from torch import Tensor
 
 import shim
 from conformance import compare
-from conformance.accelerator import first_configurations, settle
+from conformance.accelerator import first_configurations, settled
 from conformance.case import DTYPE_NAMES, Case
 from conformance.compare import Evaluation, Finding
 from conformance.memory import Watch, named_outputs
@@ -72,7 +72,8 @@ class Target:
 
     def refusal(self, arguments: dict[str, Any]) -> str:
         """Why this call is not for this provider; empty when it is. TypeError for an answer that is neither."""
-        answer = True if self.supports is None else self.supports(**arguments)
+        with settled(self.device):
+            answer = True if self.supports is None else self.supports(**arguments)
         if answer is True:
             return ""
         if not (isinstance(answer, str) and answer):
@@ -224,7 +225,9 @@ def _structure_of_one_call(case: Case, target: Target, result: Result) -> list[F
     """Findings on the outputs of the case's example: a check reckons with outputs like the reference's, and may break
     on others."""
     given, same = (case.arguments(target.device, result.seed) for _ in range(2))
-    return [] if target.refusal(given) else _structure(target.function(**given), reference_of(target.op)(**same))
+    if target.refusal(given):
+        return []
+    return _structure(_timed(target.function, given, target.device)[0], reference_of(target.op)(**same))
 
 
 def _must_refuse(case: Case, target: Target, result: Result) -> Result:
@@ -336,8 +339,8 @@ def _structure(returned: Any, plain: Any) -> list[Finding]:
 def _timed(function: Callable, arguments: dict[str, Any], device: str) -> tuple[Any, float]:
     """What the call returned, and its milliseconds; an error of an asynchronous device is raised here."""
     start = time.perf_counter()
-    returned = function(**arguments)
-    settle(device)
+    with settled(device):
+        returned = function(**arguments)
     return returned, 1e3 * (time.perf_counter() - start)
 
 

@@ -27,7 +27,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from shim.errors import BuildError, UnknownNameError
-from shim.loading import MARK, Identity, build_info, examine, shown, user_cache
+from shim.loading import MARK, Identity, build_info, examine, is_as_built, record, shown, user_cache
 
 log = logging.getLogger("opshim")
 NATIVE = Path(__file__).parent
@@ -170,7 +170,7 @@ def build_all(
 def build_command(folder: str | None, arch: str | None) -> None:
     """`runner.py build`: says what became of each library. arch: "80,90a"; UnknownNameError for one that cannot be."""
     known = cuda_archs_known()
-    archs = tuple(arch.split(",")) if arch else tuple(one for one in ARCHS if one in known)
+    archs = tuple(arch.split(",")) if arch is not None else tuple(one for one in ARCHS if one in known)
     for one in archs if known else ():
         if one not in known:
             note = f"opshim's kernels need sm_{OLDEST} or later, of which this nvcc knows these"
@@ -208,7 +208,10 @@ def build(spec: Spec, folder: Path, partial: bool = False) -> Built:
                 shutil.rmtree(abandoned, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f".{spec.name}-", suffix=".build", dir=folder) as work:
                 failure = _compile(spec, snapshot, identity, Path(work), partial)
-                os.replace(Path(work) / spec.filename, target)
+                made = Path(work) / spec.filename
+                # first: where the library is not moved any more, the next build sees that it is not this one
+                record(target).write_text(f"{sha256(made.read_bytes()).hexdigest()}  {spec.filename}\n")
+                os.replace(made, target)
     except OSError as error:
         raise BuildError(f"cannot build {spec.filename} in {folder}: {error}") from error
     _prune(user_cache())
@@ -218,7 +221,7 @@ def build(spec: Spec, folder: Path, partial: bool = False) -> Built:
 
 
 def _is_built(target: Path, identity: Identity) -> bool:
-    if examine(target, identity) is not None:
+    if examine(target, identity) is not None or not is_as_built(target):
         return False
     info = build_info(target.read_bytes())
     return info["complete"] and (info["compiler"], info["arch"]) == (identity.compiler, identity.arch)
@@ -356,7 +359,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _prune(cache: Path) -> None:
     oldest = time.time() - KEPT_DAYS * 86400
-    for path in [*cache.glob("objects/*"), *cache.glob("*/*.so")]:
+    for path in [*cache.glob("objects/*"), *cache.glob("*/*.so*")]:
         with suppress(FileNotFoundError):  # another process tidies up too
             if path.stat().st_mtime < oldest:
                 path.unlink()

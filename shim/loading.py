@@ -258,6 +258,19 @@ def _difference(info: dict, identity: Identity) -> str | None:
     return None
 
 
+def record(library: Path) -> Path:
+    """Where a build leaves the library's hash, as `sha256sum -c` reads it."""
+    return library.with_name(f"{library.name}.sha256")
+
+
+def is_as_built(library: Path) -> bool:
+    """Whether the library's bytes are those that were built, as far as that is recorded. It reads them all: for `build`
+    and `probe`, not for every start."""
+    if not record(library).is_file():
+        return True
+    return record(library).read_text().startswith(f"{sha256(library.read_bytes()).hexdigest()} ")
+
+
 def build_info(data) -> dict | None:
     """The identity that stands inside a library, given its bytes."""
     start = data.find(MARK + b"{")

@@ -1,8 +1,8 @@
 """`runner.py probe`: is everything here that serving needs? A line per check, PASS, FAIL or SKIP, with the next step.
 
 With `static`, nothing starts CUDA: an image can be checked where it is built, on a machine without a GPU. Files are
-compared with a manifest (`probe --record`, written when an image is built), so that what was copied, cut short or
-edited since shows.
+compared with manifest.sha256, which is committed with them, so that what was left out, cut short or edited on the way to
+an image shows; `probe --record` renews it. What is built has its hash beside it, from its build (ops_native/build.py).
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from pathlib import Path
 from shim.errors import OpshimError
 
 ROOT = Path(__file__).resolve().parents[1]
-MANIFEST = ROOT / "ops_native" / "lib" / "manifest.json"
-PACKAGES = ("shim", "ops_reference", "ops_native", "conformance")
-SUFFIXES = {".py", ".cpp", ".cu", ".h", ".cuh", ".so", ".css"}
+MANIFEST = ROOT / "manifest.sha256"  # `sha256sum -c` reads it, too
+# What the commands need, as git's patterns. The suite's own tests are left out: nothing else needs them.
+PACKAGES = ("shim", "ops_reference", "ops_native", "conformance", ":!conformance/meta")
+NEEDED = (*PACKAGES, "models/opshim-tiny", ":(glob)*.py", "pyproject.toml", "setup.cfg")
+RECORD, AGAIN = "python runner.py probe --record", "copy the whole tree again"
 PASS, FAIL, SKIP = "PASS", "FAIL", "SKIP"
 
 
@@ -38,10 +40,11 @@ class Check:
 
 
 def probe(static: bool = False, as_json: bool = False, record: bool = False) -> int:
-    """Prints the checks. 0, or 1 where one is FAIL. record: writes the manifest of the files first."""
+    """Prints the checks. 0, or 1 where one is FAIL. record: renews the manifest instead."""
     if record:
-        MANIFEST.parent.mkdir(parents=True, exist_ok=True)
-        MANIFEST.write_text(json.dumps(_files(), indent=0, sort_keys=True))
+        MANIFEST.write_text("".join(f"{digest}  {name}\n" for name, digest in files().items()))
+        print(f"{MANIFEST}: {len(recorded())} files; commit it with them")
+        return 0
     checks = [one for check in (_manifest, _tools, _libraries, _vllm, _device) for one in _safely(check, static)]
     if as_json:
         print(json.dumps([asdict(one) for one in checks], indent=2))
@@ -62,26 +65,45 @@ def _safely(check: Callable[[bool], Iterator[Check]], static: bool) -> Iterator[
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _files() -> dict[str, str]:
-    """Path below the root -> sha256, of every file that the packages need."""
-    found = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*")) if path.suffix in SUFFIXES]
-    return {str(path.relative_to(ROOT)): sha256(path.read_bytes()).hexdigest() for path in [*found, ROOT / "runner.py"]}
+def files() -> dict[str, str]:
+    """Path below the root -> sha256 now, of each file that the commands need. Git lists them, in a clone: so that neither
+    one that is missing goes unseen, nor one counts that is built or left over. OpshimError where it cannot."""
+    command = ["git", "ls-files", "-z", "--", *NEEDED]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    names = listed.stdout.split("\0")[:-1]
+    if not names:
+        raise OpshimError(f"only a clone can be recorded, as git lists its files: {listed.stderr.strip() or ROOT}")
+    for name in names:
+        if not (ROOT / name).exists():
+            raise OpshimError(f"{name} is missing: 'git checkout {name}', or 'git rm {name}' where it is to go")
+    return {name: _digest(name) for name in sorted(names)}
+
+
+def recorded() -> dict[str, str]:
+    """The same, as the manifest says it."""
+    lines = (line.partition("  ") for line in MANIFEST.read_text().splitlines())
+    return {name: digest for digest, _, name in lines}
+
+
+def _digest(name: str) -> str:
+    return sha256((ROOT / name).read_bytes()).hexdigest()
 
 
 def _manifest(static: bool) -> Iterator[Check]:
     if not MANIFEST.exists():
-        step = "python runner.py probe --record, when the image is built"
-        yield Check("files", SKIP, f"no manifest at {MANIFEST}", step)
+        state = FAIL if (ROOT / "setup.cfg").exists() else SKIP  # a wheel has none
+        yield Check("files", state, f"no {MANIFEST}", AGAIN if state == FAIL else "")
         return
-    recorded, present = json.loads(MANIFEST.read_text()), _files()
-    missing = sorted(recorded.keys() - present.keys())
-    changed = sorted(path for path in recorded.keys() & present.keys() if recorded[path] != present[path])
-    for what, paths in (("missing", missing), ("not as recorded", changed)):
-        if paths:
-            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-            yield Check("files", FAIL, f"{what}: {', '.join(paths[:3])}{more}", "copy the whole tree again")
+    wanted = recorded()
+    missing = [name for name in wanted if not (ROOT / name).exists()]
+    changed = [name for name in wanted if name not in missing and wanted[name] != _digest(name)]
+    edited = f"{AGAIN}, or if you edited it: {RECORD}"
+    for what, names, step in (("missing", missing, AGAIN), ("not as recorded", changed, edited)):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield Check("files", FAIL, f"{what}: {', '.join(names[:3])}{more}", step)
     if not missing and not changed:
-        yield Check("files", PASS, f"{len(recorded)} files are as recorded")
+        yield Check("files", PASS, f"{len(wanted)} files are as recorded")
 
 
 # ---- compilers ------------------------------------------------------------------------------------------------------
@@ -118,7 +140,7 @@ def _libraries(static: bool) -> Iterator[Check]:
         name = library.spec.filename
         identity = library.identity()
         if isinstance(identity, OpshimError):
-            yield Check(name, FAIL, str(identity), "copy the whole tree again")
+            yield Check(name, FAIL, str(identity), AGAIN)
             continue
         places = {path: loading.examine(path, identity) for path in library.paths()}
         good = [path for path, problem in places.items() if problem is None]
@@ -127,7 +149,7 @@ def _libraries(static: bool) -> Iterator[Check]:
             why = "; ".join(f"{path}: {problem}" for path, problem in places.items() if problem != loading.ABSENT)
             yield Check(name, state, why or "not there", "python runner.py build")
             continue
-        loaded = loading.load(good[0], identity)
+        loaded = loading.load(good[0], identity) if loading.is_as_built(good[0]) else "is not as it was built"
         if isinstance(loaded, str):
             yield Check(name, FAIL, f"{good[0]}: {loaded}", "python runner.py build")
             continue

@@ -6,7 +6,12 @@ from types import ModuleType
 import pytest
 import torch
 
+import shim
 from conformance import accelerator
+from conformance.case import Case
+from conformance.cases import all_cases
+from conformance.properties.cuda import telling
+from conformance.run import Ended, Target, run
 
 
 class OutOfResources(Exception):
@@ -72,6 +77,47 @@ def test_a_kernel_with_one_configuration_is_not_asked_which_it_keeps(triton):
 def test_a_machine_without_triton_has_nothing_to_tune(triton, monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime.autotuner", None)
     assert accelerator.first_configurations() == ""
+
+
+@pytest.fixture
+def left(monkeypatch):
+    """Errors that calls leave behind, on a device that tells the last one to whoever launches next."""
+    errors = []
+
+    def launch(*_):
+        if errors:
+            raise RuntimeError(errors.pop())
+
+    example = Case.arguments
+    monkeypatch.setattr(accelerator, "settle", launch)
+    monkeypatch.setattr(Case, "arguments", lambda *given: launch() or example(*given))
+    return errors
+
+
+CASES = [case for case in all_cases() if case.op == "moe_sum"]
+KINDS = ("empty", "canary", "search", "every_residue", "determinism")  # each way in which the suite calls
+
+
+@pytest.mark.parametrize("raises", [True, False])
+@pytest.mark.parametrize("who", ["function", "supports"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_call_that_leaves_an_error_behind_has_raised_even_where_it_raises_itself(left, kind, who, raises):
+    def leaves(**arguments):
+        left.append("CUDA error: invalid argument")
+        if raises:
+            raise RuntimeError("CUDA error: invalid argument")
+
+    functions = {"function": shim.get("moe_sum").reference, "supports": None, who: leaves}
+    case = next(case for case in CASES if case.kind == kind)
+    result = run(case, Target(shim.get("moe_sum"), "mine", "cpu", **functions))
+    assert (result.status, result.reason) == ("fail", "raised") and "CUDA error: invalid argument" in result.message
+    assert not left, "the next case would be told"
+
+
+def test_calls_that_a_property_makes_by_itself_are_settled_too(left):
+    with pytest.raises(Ended, match="in a graph: RuntimeError: CUDA error") as end, telling("in a graph"):
+        left.append("CUDA error: invalid argument")
+    assert (end.value.status, end.value.reason) == ("fail", "raised")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

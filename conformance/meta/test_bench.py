@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import shim
 from conformance.meta.scratch import double_op
 from conformance.perf import bench as bench_module
-from conformance.perf import end_to_end, plot
+from conformance.perf import cold, end_to_end, plot
 from conformance.perf.bench import bench, need_sizes
 from conformance.selection import SelectionError
 
@@ -31,6 +31,7 @@ def nothing_measured(monkeypatch):
         ({"threads": 0}, "threads must be 1 or more, got 0"),
         ({"json_out": "/nonexist/x.json"}, "folder /nonexist does not exist"),
         ({"ops": ["softmax"]}, "unknown op 'softmax'"),
+        ({"cold": True, "providers": ["reference"]}, "--cold measures the provider that serves each op by itself"),
     ],
 )
 def test_wrong_usage_exits_2_with_one_line(wrong, words, capsys):
@@ -46,6 +47,33 @@ def test_an_op_without_sizes_is_told_where_they_go(scratch, capsys):
     with pytest.raises(SelectionError, match=r"GPU_LAYER \(gpu_sizes.py\)"):
         need_sizes(["unmeasured"], "cuda")
     need_sizes([name for name in shim.names() if name != "unmeasured"], "cuda")
+
+
+def test_a_cold_start_that_fails_is_told_beside_the_others(monkeypatch, tmp_path, capsys):
+    told = {"seconds": 0.5, "device_seconds": 0.1, "served by": "native"}
+    words = "import sys\nif sys.argv[1] == 'moe_sum': raise RuntimeError('no kernel\\nfor this GPU')\n"
+    monkeypatch.setattr(cold, "CHILD", f"{words}print('{json.dumps(told)}')")
+    out = tmp_path / "out.json"
+    assert bench(["moe_sum", "gdn_gating"], cold=True, json_out=str(out)) == 1
+    assert {row["op"]: row.get("reason") for row in json.loads(out.read_text())["cold"]} == {
+        "moe_sum": "RuntimeError: no kernel",
+        "gdn_gating": None,
+    }
+    assert re.search(r"^moe_sum +failed: RuntimeError: no kernel$", capsys.readouterr().out, re.MULTILINE)
+    monkeypatch.setattr(cold, "CHILD", "import time; time.sleep(60)")
+    monkeypatch.setattr(cold, "LIMIT_SECONDS", 0.2)
+    assert [row["reason"] for row in cold.cold(["moe_sum"], "cpu")] == ["no result after 0.2 s"]
+    monkeypatch.setattr(cold, "CHILD", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(cold, "LIMIT_SECONDS", 60)
+    assert [row["reason"] for row in cold.cold(["moe_sum"], "cpu")] == ["the process ended with code -9"]
+
+
+@pytest.mark.parametrize("full", ["out.json", "out.svg"])
+def test_results_that_cannot_be_written_are_printed_and_exit_1(full, nothing_measured, tmp_path, capsys):
+    (tmp_path / full).symlink_to("/dev/full")
+    assert bench(["moe_sum"], json_out=str(tmp_path / "out.json")) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("op ") and f"bench: {tmp_path / full} cannot be written: No space left" in said.err
 
 
 @pytest.mark.parametrize(("load", "told"), [(0.5, False), (1e4, True)])

@@ -90,6 +90,16 @@ def test_neither_a_run_without_a_pass_nor_code_without_identity_is_certified(op,
     assert "cannot be identified" in writing.issue([other], tmp_path)[0]
 
 
+def test_a_case_that_broke_by_itself_proves_nothing_of_the_provider(op, tmp_path):
+    provider(op, "p")
+    one = of(op, failed=[True, False])
+    (case,) = (case for case in one["cases"] if case["status"] == "fail")
+    case["reason"] = "broken_case"
+    (line,) = writing.issue([one], tmp_path)
+    assert "p: no certificate, as 1 cases broke: a fault of the suite or of this machine" in line
+    assert not list(tmp_path.rglob("*.json"))
+
+
 def test_a_failure_withdraws_the_certificate_until_a_pass_as_thorough(op):
     provider(op, "p")
     writing.issue([of(op)])

@@ -112,6 +112,20 @@ def test_a_call_that_never_returns_has_left_its_problem():
     assert replay.read(replay.place(case, target))["problem"]["op"] == "moe_sum"
 
 
+@pytest.mark.parametrize(("fault", "verdict"), [(0, ("pass", "")), (1, ("fail", "row_error_budget"))])
+def test_on_a_full_disk_a_search_ends_as_it_would_and_leaves_no_file(fault, verdict):
+    def function(**given):
+        assert not place.is_symlink(), "a file that was cut short is left"
+        place.symlink_to("/dev/full")  # the next one is written there
+        return SUM(**given) + fault
+
+    case, target = search("moe_sum", 10), Target(shim.get("moe_sum"), "mine", "cpu", function)
+    place = replay.place(case, target)
+    place.symlink_to("/dev/full")
+    result = run(case, target)
+    assert (result.status, result.reason, result.replay) == (*verdict, ""), result.message
+
+
 def test_a_provider_that_refuses_every_problem_is_skipped_in_its_words():
     result = hunted(SUM, supports=lambda y, topk_ids=None: "not today")
     assert (result.status, result.reason, result.message) == ("skip", "refused", "not today")

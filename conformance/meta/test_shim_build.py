@@ -14,7 +14,7 @@ from ops_native import build
 from ops_native.build import _version
 from ops_native.build import build as build_library
 from shim.errors import BuildError
-from shim.loading import examine
+from shim.loading import examine, is_as_built, record
 
 fork = multiprocessing.get_context("fork")
 
@@ -131,7 +131,18 @@ def test_killed_build_leaves_nothing_half_written(scratch, monkeypatch):
     monkeypatch.delenv("CXX")
     built = build_library(spec, target)
     assert examine(built.path, built.identity) is None
-    assert sorted(path.name for path in target.iterdir()) == [".tiny.lock", "libtiny.so"]
+    assert sorted(path.name for path in target.iterdir()) == [".tiny.lock", "libtiny.so", "libtiny.so.sha256"]
+
+
+def test_a_library_that_is_not_as_it_was_built_is_built_again(scratch):
+    spec = tiny_spec(scratch)
+    path = build_library(spec, scratch / "lib").path
+    assert is_as_built(path) and not build_library(spec, scratch / "lib").seconds
+    path.write_bytes(path.read_bytes() + b" edited")
+    assert not is_as_built(path)
+    assert build_library(spec, scratch / "lib").seconds and is_as_built(path)
+    record(path).unlink()
+    assert is_as_built(path), "nothing is known of it"
 
 
 def test_failing_compile_shows_the_compilers_message(scratch):

@@ -1,12 +1,15 @@
 """Results of all workers end in one report per op, provider and device; `conform` turns it into an exit code."""
 
+import os
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
 
+from conformance import conform as conforming
 from conformance import report
 from conformance.case import Case
 from conformance.cases import all_cases
@@ -15,6 +18,7 @@ from conformance.conform import conform
 from conformance.perf import bench
 from conformance.report.text import text
 from conformance.run import Result
+from shim import device
 
 
 def result(op, kind, size, status="pass", device="cpu"):
@@ -120,6 +124,33 @@ def test_a_failure_is_told_with_how_to_run_it_again_all_of_it_indented():
     lines = failing(3.0).splitlines()
     assert "      the smallest of 8" in lines
     assert "      replay: python runner.py replay kept/odd.json" in lines
+
+
+@pytest.mark.parametrize("lost", ["json_out", "report_dir", "certificates_dir"])
+def test_what_cannot_be_written_after_a_run_is_told_beside_the_results(lost, monkeypatch, tmp_path, capsys):
+    def run(command):
+        """The run itself, of one op; meanwhile a disk becomes full."""
+        (folder,) = (word.partition("=")[2] for word in command if word.startswith("--report-dir="))
+        (one,) = report.build([result("moe_sum", "sizes", 1) | {"build": {"identity": "0"}}], "quick", 0)
+        report.write(Path(folder), [one | {"coverage": {"listed": 1, "run": 1}}])
+        to[lost].symlink_to("/dev/full")
+        return 0, "", False
+
+    monkeypatch.setattr(conforming, "_run", run)
+    places = {name: tmp_path / name for name in ("json_out", "report_dir", "certificates_dir")}
+    fingerprint = device.describe("cpu").fingerprint
+    for place in (places["report_dir"], places["certificates_dir"] / fingerprint):
+        place.mkdir(parents=True)
+    draft = f".{{}}.{os.getpid()}"
+    to = places | {"report_dir": places["report_dir"] / draft.format("moe_sum.mine.cpu.json")}
+    to["certificates_dir"] = places["certificates_dir"] / fingerprint / draft.format("moe_sum.mine.0.json")
+    assert conform(["moe_sum"], **places) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("PASS  moe_sum  mine  cpu  1 passed")
+    assert re.fullmatch(r"conform: \S+ cannot be written: No space left on device\n", said.err), said.err
+    assert not to[lost].is_symlink() or lost == "json_out"
+    others = [place for name, place in places.items() if name != lost]
+    assert all(place.is_file() or [*place.rglob("*.json")] for place in others), "what could be written is written"
 
 
 @pytest.mark.parametrize(

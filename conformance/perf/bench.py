@@ -45,13 +45,15 @@ def bench(
     cold: bool = False,
 ) -> int:
     """Prints both tables; json_out: the same as JSON, with a plot beside it (.svg). cold: the time to first results
-    instead. 0, or 2 for wrong usage."""
+    instead. 0, 2 for wrong usage, or 1 where an op of these had no result or the results cannot be written."""
     try:
         for provider in providers:
             selection = Selection.make(ops, provider, provider_files, device)
         need_sizes(ops or shim.names(), selection.devices[0])
         if threads < 1:
             raise SelectionError(f"threads must be 1 or more, got {threads}")
+        if cold and (provider_files or list(providers) != ["native"]):
+            raise SelectionError("--cold measures the provider that serves each op by itself: it takes no --provider")
         if json_out:
             report.need_file(json_out)
     except shim.OpshimError as error:
@@ -63,19 +65,27 @@ def bench(
         print(f"bench: other work is in these times: the load average is {load:.1f} on {cores} cores", file=sys.stderr)
     if cold:
         rows = first_results(names, selection.devices[0])
-        if json_out:
-            report.save(Path(json_out), about(selection.devices[0]) | {"cold": rows})
-        return 0
+        failed = any("reason" in row for row in rows)
+        return saved(json_out, about(selection.devices[0]) | {"cold": rows}) or int(failed)
     if selection.devices[0] == "cuda":
         return on_gpu(names, providers, json_out)
     with threads_of_torch(threads):
         speed = list(printed(speeds(names, selection.devices[0], providers), providers))
     with threads_of_torch(1):
         overhead = list(printed_overheads(overheads(names, selection.devices[0])))
-    if json_out:
-        report.save(Path(json_out), about("cpu") | {"threads": threads, "speed": speed, "overhead": overhead})
-        Path(json_out).with_suffix(".svg").write_text(plot.over_reference(speed, providers))
-    return 0
+    measured = {"threads": threads, "speed": speed, "overhead": overhead}
+    return saved(json_out, about("cpu") | measured, plot.over_reference(speed, providers) if json_out else "")
+
+
+def saved(json_out: str | None, document: dict[str, Any], picture: str = "") -> int:
+    """Writes what was measured, and printed, if a file was asked for; 1 where it cannot be written."""
+
+    def write(file: Path) -> None:
+        report.save(file, document)
+        if picture:
+            report.save_text(file.with_suffix(".svg"), picture)
+
+    return 0 if report.written("bench", json_out, write) else 1
 
 
 def need_sizes(names: Sequence[str], device: str) -> None:
@@ -96,11 +106,8 @@ def on_gpu(names: Sequence[str], providers: Sequence[str], json_out: str | None)
     print(f"ceilings: memory {ceilings.memory / 1e12:.2f} TB/s, float16 matmul {ceilings.matmul / 1e12:.0f} TFLOP/s")
     speed = list(gpu.printed(gpu.rows(names, providers, ceilings), providers))
     overhead = list(printed_overheads(overheads(names, "cuda")))
-    if json_out:
-        measured = {"ceilings": vars(ceilings), "speed": speed, "overhead": overhead}
-        report.save(Path(json_out), about("cuda") | measured)
-        Path(json_out).with_suffix(".svg").write_text(plot.over_floor(speed, providers))
-    return 0
+    measured = {"ceilings": vars(ceilings), "speed": speed, "overhead": overhead}
+    return saved(json_out, about("cuda") | measured, plot.over_floor(speed, providers) if json_out else "")
 
 
 def about(device: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ same way (a first kernel of its own on the GPU), stands beside it.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -40,15 +41,28 @@ print(json.dumps({"seconds": time.perf_counter() - imported, "device_seconds": r
 
 
 def cold(names: Sequence[str], device: str) -> list[dict[str, Any]]:
-    """Prints and returns a row per op. RuntimeError with the process's last words where one fails."""
+    """Prints and returns a row per op; of one whose process fails, with the reason in the place of numbers."""
     rows = []
     print(f"{'op':22}{'served by':22}{'first result s':>16}{'of it the device s':>20}")
     for name in names:
-        command = [sys.executable, "-c", CHILD, name, device]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{name}: {done.stderr.strip()[-500:]}")
-        row = {"op": name, **json.loads(done.stdout.splitlines()[-1])}
-        print(f"{name:22}{row['served by']:22}{row['seconds']:16.2f}{row['device_seconds']:20.2f}", flush=True)
+        row = {"op": name, **_measured(name, device)}
+        if "reason" in row:
+            print(f"{name:22}failed: {row['reason']}", flush=True)
+        else:
+            print(f"{name:22}{row['served by']:22}{row['seconds']:16.2f}{row['device_seconds']:20.2f}", flush=True)
         rows.append(row)
     return rows
+
+
+def _measured(name: str, device: str) -> dict[str, Any]:
+    """What the process tells, or the reason why it has no result."""
+    command = [sys.executable, "-c", CHILD, name, device]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return {"reason": f"no result after {LIMIT_SECONDS} s"}
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    lines = [f"the process ended with code {done.returncode}", *done.stderr.strip().splitlines()]
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]  # whose message may go on below
+    return {"reason": (errors or lines)[-1]}

@@ -26,7 +26,7 @@ def page(folder: Path) -> str:
         parts.append("## What the shim adds\n\n" + _table(
             ("op", "served by", "direct us", "shim adds us"),
             ((row["op"], row["provider"], f"{row['direct_us']:.1f}", f"{row['shim_adds_us']:.1f}") for row in overhead)))
-    cold = [row for one in documents.values() for row in one.get("cold", ())]
+    cold = [row for one in documents.values() for row in one.get("cold", ()) if "seconds" in row]
     if cold:
         parts.append("## Cold start\n\nSeconds from `import torch` done to the first result of an op, in a fresh process.\n\n"
             + _table(("op", "served by", "seconds", "of it CUDA's context"),

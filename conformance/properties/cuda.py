@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from conformance.accelerator import settled
 from conformance.case import Case
 from conformance.compare import Finding
 from conformance.memory import WRONG
@@ -49,8 +50,8 @@ def graph_replay(trial: Trial, other) -> list[Finding]:
         returned = function(**arguments)
     for fresh, name in ((other, "other inputs"), (trial.fresh, "the first inputs")):
         copy_into(arguments, fresh())
-        graph.replay()
-        torch.cuda.synchronize()
+        with telling("replayed"):
+            graph.replay()
         found = differences(results_of(op, returned, arguments), trial.call(fresh()), "changes", f"replay with {name}")
         if found:
             return found
@@ -71,7 +72,6 @@ def stream(trial: Trial) -> list[Finding]:
         copy_into(arguments, values)
         with telling("on another stream"):
             returned = trial.target.function(**arguments)
-    torch.cuda.synchronize()
     return differences(results_of(trial.target.op, returned, arguments), expected, "order", "not on the current stream")
 
 
@@ -81,16 +81,16 @@ def no_sync(trial: Trial) -> list[Finding]:
     trial.call(trial.fresh())
     arguments = trial.fresh()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.cuda._sleep(BUSY)
-        trial.target.function(**arguments)
-        waited = torch.cuda.current_stream().query()
-    except RuntimeError as error:
-        return [Finding("call", "synchronises", WRONG, text=told(error))]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
+    with telling("on a busy stream"):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.cuda._sleep(BUSY)
+            trial.target.function(**arguments)
+            waited = torch.cuda.current_stream().query()
+        except RuntimeError as error:
+            return [Finding("call", "synchronises", WRONG, text=told(error))]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     return [Finding("call", "synchronises", WRONG, text="returned when its stream was idle")] if waited else []
 
 
@@ -104,7 +104,7 @@ def chain_of_calls(trial: Trial) -> list[Finding]:
 def chain_in_graph(trial: Trial) -> list[Finding]:
     def replayed_links(count, arguments):
         graph = torch.cuda.CUDAGraph()
-        with telling("under graph capture"), torch.cuda.graph(graph):
+        with torch.cuda.graph(graph):
             results = links(trial, count, arguments)
         graph.replay()
         torch.cuda.synchronize()  # while the graph is there
@@ -117,11 +117,12 @@ def chained(trial: Trial, run, how: str) -> list[Finding]:
     excuse_references(trial)
     trial.call(trial.fresh())  # refusals; and whatever a first call sets up
     for count in CHAIN:
-        expected = links(trial, count, trial.fresh(), torch.cuda.synchronize)
+        with telling(f"{count} calls one by one"):
+            expected = links(trial, count, trial.fresh(), torch.cuda.synchronize)
         arguments = trial.fresh()
         torch.cuda.synchronize()
-        results = run(count, arguments)
-        torch.cuda.synchronize()
+        with telling(f"{count} calls {how}"):
+            results = run(count, arguments)
         found = differences(results, expected, "order", f"{count} calls {how}")
         if found:
             return found
@@ -159,7 +160,9 @@ def copy_into(arguments: Arguments, values: Arguments) -> None:
 
 @contextmanager
 def telling(what: str):
+    """Around calls of the provider: waits for them at the end."""
     try:
-        yield
+        with settled("cuda"):
+            yield
     except Exception as error:  # whatever it is, it is the provider's failure
         raise Ended("fail", "raised", f"{what}: {told(error)}") from error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shim
 from conformance import compare, run
-from conformance.accelerator import settle
+from conformance.accelerator import settled
 from conformance.case import Case
 from conformance.compare import Evaluation, Finding, moved
 from conformance.memory import WRONG
@@ -41,9 +41,8 @@ class Caller:
         self.target.calls[-1:] = [None] if self.target.calls else []  # only the last one is ever told
         self.target.calls.append(noted(arguments))
         try:
-            with poisoned_memory():
+            with poisoned_memory(), settled(self.target.device):
                 returned = self.target.function(**arguments)
-            settle(self.target.device)
         except (Exception, SystemExit) as error:  # whatever it is, it is the provider's failure
             raise Ended("fail", "raised", told(error)) from error
         return results_of(op, returned, arguments)

@@ -37,7 +37,8 @@ import json
 import math
 import os
 import platform
-from collections.abc import Container, Iterable, Iterator
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -129,7 +130,7 @@ def _judgement(device: str) -> dict[str, str]:
 def write(folder: Path, reports: list[dict[str, Any]]) -> Path:
     """Writes the reports and their index, which keeps what other runs wrote there, also those that write at the same
     time; returns the index's path. An index of another schema is started anew."""
-    folder.mkdir(parents=True, exist_ok=True)
+    need_folder(folder)
     with _locked(folder):
         try:
             entries = {entry["file"]: entry for entry in _load(folder / "index.json")["reports"]}
@@ -197,14 +198,48 @@ def merged(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def save(path: Path, document: dict[str, Any]) -> None:
-    path.write_text(json.dumps(finite(document), indent=1, allow_nan=False) + "\n")
+    save_text(path, _text(document))
+
+
+def save_text(path: Path, text: str) -> None:
+    with _writing(path):
+        path.write_text(text)
 
 
 def replace(path: Path, document: dict[str, Any]) -> None:
     """As `save`, but who reads meanwhile sees the whole old file or the whole new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    save(draft, document)
-    draft.replace(path)
+    with _writing(path):
+        try:
+            draft.write_text(_text(document))
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)  # where it was cut short
+
+
+def written(command: str, place: str | Path | None, write: Callable[[Path], Any]) -> bool:
+    """Whether a command could write at the place that was asked for, if one was. What it found out has been printed
+    before, and so is why it is not written."""
+    try:
+        if place:
+            write(Path(place))
+    except shim.OpshimError as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _text(document: dict[str, Any]) -> str:
+    return json.dumps(finite(document), indent=1, allow_nan=False) + "\n"
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """ReportError where the file cannot be written, as on a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}") from None
 
 
 def finite(value: Any) -> Any:

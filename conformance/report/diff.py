@@ -45,7 +45,7 @@ def show(old: str | Path, new: str | Path) -> int:
     changes = compare(reports_of.read(Path(old)), reports_of.read(Path(new)))
     print(text(changes))
     place = reports_of.pages(Path(new))
-    (place / "compare.html").write_text(page(changes, str(old), str(new)))
+    reports_of.save_text(place / "compare.html", page(changes, str(old), str(new)))
     print(place / "compare.html")
     return int(any(change.what in REGRESSIONS for change in changes))
 

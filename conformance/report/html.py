@@ -34,10 +34,10 @@ def draw(folder: Path) -> list[Path]:
     if not reports:
         raise reports_of.ReportError(f"{folder} holds an empty report")
     place = reports_of.pages(folder)
-    (place / "index.html").write_text(index(reports))
+    reports_of.save_text(place / "index.html", index(reports))
     for op in words.ops(reports):
-        (place / f"{op}.html").write_text(op_page(op, reports))
-    (place / "summary.md").write_text(markdown.summary(reports))
+        reports_of.save_text(place / f"{op}.html", op_page(op, reports))
+    reports_of.save_text(place / "summary.md", markdown.summary(reports))
     return [place / "index.html", place / "summary.md"]
 
 

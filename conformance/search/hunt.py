@@ -7,6 +7,7 @@ tried is noted on disk before the provider is called (`replay.py`), so that a cr
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -105,7 +106,7 @@ class Hunt:
         if key not in self.failed:
             if self.failed and time.monotonic() > self.deadline:
                 return 0.0
-            replay.keep(self.case, self.target, problem)
+            self.kept(problem)
             result = run(problem.case(), self.target)
             self.tried += 1
             if result.status != "fail":
@@ -128,10 +129,16 @@ class Hunt:
                 self.closest[finding.output] = replace(finding, text=f"{finding.text} of {problem}")
         return min(result.ratio, 1.0)
 
+    def kept(self, problem: Problem, result: Result | None = None) -> str:
+        """The replay file, or "" where none can be written: no finding. Of a failure conftest.py says so."""
+        with suppress(OSError):
+            return replay.keep(self.case, self.target, problem, result)
+        return ""
+
     def convicted(self) -> Ended:
         """The end of a search that found something; the file of its smallest problem is left for `replay`."""
         witness = self.failed[str(self.smallest)]
-        witness.replay = replay.keep(self.case, self.target, self.smallest, witness)
+        witness.replay = self.kept(self.smallest, witness)
         call = self.smallest.call(self.target.provider, self.target.device, replay.run.provider_files)
         message = f"{witness.message}\nthe smallest of {len(self.failed)} failures in {self.tried} calls:\n{call}"
         return Ended("fail", witness.reason, message, witness)

@@ -50,7 +50,8 @@ def place(case: Case, target: Target) -> Path:
 
 
 def keep(case: Case, target: Target, problem: Problem | None = None, result: Result | None = None) -> str:
-    """Writes the case's replay file; gives its path, or "" where the run keeps none."""
+    """Writes the case's replay file; gives its path, or "" where the run keeps none. OSError where it cannot be
+    written: then there is none, rather than one cut short."""
     if run.folder is None:
         return ""
     files = list(run.provider_files)
@@ -63,14 +64,18 @@ def keep(case: Case, target: Target, problem: Problem | None = None, result: Res
     }  # fmt: skip
     path = place(case, target)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n")
+    except OSError:
+        forget(case, target)
+        raise
     return str(path)
 
 
 def forget(case: Case, target: Target) -> None:
     """Removes what was kept of a case that passed after all."""
     if run.folder is not None:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             place(case, target).unlink()
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
 from conformance import report
 from conformance.serving.checks import CHECKS, Check, Result, run
@@ -39,7 +37,8 @@ def conform_server(url: str, names: Sequence[str] = (), json_out: str | None = N
     if json_out:
         about = {"url": server.root, "model": server.model, "version": server.version, "max_model_len": server.context}
         about |= {"verdict": "pass" if passed else "fail", "seconds": round(seconds, 2)}
-        Path(json_out).write_text(json.dumps(about | {"checks": [asdict(result) for result in results]}, indent=2) + "\n")
+        about |= {"checks": [asdict(result) for result in results]}
+        passed &= report.written("conform-server", json_out, lambda file: report.save(file, about))
     return PASS if passed else FAIL
 
 

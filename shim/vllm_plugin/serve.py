@@ -97,6 +97,7 @@ def serve(
     device = check_vllm()
 
     from shim import dispatch, startup, table
+    from shim.candidates import UNAVAILABLE
     from shim.vllm_plugin.arguments import Verdict
     from shim.vllm_plugin.findings import Finding, Plan
     from shim.vllm_plugin.models import ops_for_model
@@ -111,11 +112,17 @@ def serve(
     say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
     chains = dispatch.resolve(needed, device)
     print(table.text(chains), flush=True)
-    unserved = [chain.op.name for chain in chains if chain.selected is None]
+    unserved = [chain for chain in chains if chain.selected is None]
     if unserved:
-        hint = " that is certified ('runner.py conform' certifies)" if chosen.require_certified else ""
-        why = f"policy {chosen.mode} leaves {', '.join(unserved)} without an implementation{hint}"
-        return _not_started(why, UNSERVED)
+        lacking = ", ".join(chain.op.name for chain in unserved)
+        causes = dict.fromkeys(  # the last one's: code compiled here comes after what was compiled before
+            next((one.reason for one in reversed(chain.candidates) if one.state == UNAVAILABLE), "nobody offers one")
+            for chain in unserved
+        )
+        hint = f": {'; '.join(causes)}"
+        if chosen.require_certified:
+            hint = " that is certified ('runner.py conform' certifies)"
+        return _not_started(f"policy {chosen.mode} leaves {lacking} without an implementation{hint}", UNSERVED)
     _show_hooks(device, needed)
 
     print("preflight", flush=True)
