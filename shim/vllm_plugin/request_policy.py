@@ -73,9 +73,13 @@ class Request:
         self.told[rule] = told
 
     def whole(self, name: str) -> int | None:
-        """A member that is a whole number."""
-        value = self.says.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        """A member that is a whole number, as vLLM reads it: 9, 9.0 and "9" are one."""
+        from pydantic import TypeAdapter, ValidationError  # vLLM's, in whose server this runs
+
+        try:
+            return TypeAdapter(int).validate_python(self.says.get(name))
+        except ValidationError:
+            return None
 
     @property
     def limit(self) -> str:
@@ -107,10 +111,10 @@ class RequestPolicy:
         may_clamp = "clamp_max_tokens" in self.rules and (request.whole(request.limit) or 0) > 1
         refusal = await self._pass_on(scope, request, receive, send, hold=400 if may_clamp else None)
         if refusal and await self._clamp(scope, request, receive):
-            await self._pass_on(scope, request, receive, send)
-        else:
-            for message in refusal:
-                await send(message)
+            if not await self._pass_on(scope, request, receive, send, hold=400):
+                return None
+        for message in refusal:  # where the second try is refused, too, the first answers what the client sent
+            await send(message)
 
     async def _pass_on(self, scope, request: Request, receive, send, hold: int | None = None) -> list[asgi.Message]:
         """The server answers the request; an answer of status `hold` is returned instead of sent."""
