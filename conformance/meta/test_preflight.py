@@ -239,6 +239,8 @@ def test_the_registry_is_read_without_importing_vllm():
         (["--speculative_config.method", "ngram"], "take tokens back", "gdn_decode"),
         (["--enable-lora"], "know no adapters", "grouped_gemm"),
         (["--moe-backend", "triton"], "vLLM's own experts", "moe_sum"),
+        (["--kernel-config", '{"moe_backend":"triton"}'], "vLLM's own experts", "moe_sum"),
+        (["--kernel_config.moe_backend=triton"], "vLLM's own experts", "moe_sum"),
         (["--mamba-ssm-cache-dtype", "bfloat16"], "states in float32 or", "gdn_prefill"),
         (["--model-impl", "transformers"], "vLLM's own model", "topk_softmax"),
     ],
@@ -250,7 +252,7 @@ def test_an_option_that_takes_ops_away_stops_strict_and_is_told_by_auto(look, op
     assert reason in told["options"][0].text and unused in told["options"][0].done
 
 
-@pytest.mark.parametrize("options", [["--uds", "/tmp/socket"], ["--dtype", "float8"]])
+@pytest.mark.parametrize("options", [["--uds", "/tmp/socket"], ["--dtype", "float8"], ["--grpc"], ["-asc", "0"]])
 @pytest.mark.parametrize("policy", ["strict", "auto"])
 def test_an_option_that_no_server_could_honour_stops_every_policy(look, options, policy):
     told = look(*options, policy=policy)[1]
@@ -271,6 +273,9 @@ def test_an_option_that_no_server_could_honour_stops_every_policy(look, options,
         ],
         ["--kv-cache-dtype", "float16", "--enforce-eager", "--block-size", "64"],
         ["--all2all-backend", "deepep_low_latency"],
+        ["--kernel-config", '{"moe_backend": "auto"}', "--attention-config", "no JSON"],
+        ["--kernel-config", '{"moe_backend": "triton"}', "--kernel-config.x", "1"],  # vLLM takes the latter alone
+        ["--api-server-count", "1"],
     ],
 )
 def test_an_option_that_changes_nothing_for_the_ops_does_not_stop(look, options):
@@ -281,6 +286,9 @@ def test_an_option_that_changes_nothing_for_the_ops_does_not_stop(look, options)
     ("options", "environ"),
     [
         (["--attention-backend", "FLASHINFER"], {}),
+        (["--attention-config", '{"backend":"FLASHINFER"}'], {}),
+        (["-ac", '{"backend": "FLASHINFER"}'], {}),
+        (["-ac.backend", "FLASHINFER"], {}),
         (["--block-size", "24"], {}),
         (["--decode-context-parallel-size", "2"], {}),
         ([], {"VLLM_BATCH_INVARIANT": "1"}),

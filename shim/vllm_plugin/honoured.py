@@ -1,8 +1,10 @@
 """vLLM's options that opshim cannot honour, each with its reason: the same that the hooks would give while the engine
-is built (`_refusal` in attention, experts, delta_rule; `refusal` in attention_cuda), said before it is started."""
+is built (`_refusal` in attention, experts, delta_rule; `refusal` in attention_cuda), said before it is started. A name
+such as "--kernel-config.moe-backend" is of a field, however its option was given (options.py)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -39,6 +41,12 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(("--uds",), "`serve` watches over a host and a port"),
+    Rule(("--grpc",), "`serve` watches over a server of HTTP"),
+    Rule(
+        ("--api-server-count", "-asc"),
+        "without a server there is nothing to watch over, but for another node of --nnodes, with --headless",
+        honoured=lambda value, asked: "--headless" in asked.options or not re.fullmatch(r"0+|-\d+", value),
+    ),
     Rule(
         ("--dtype",),
         f"opshim's ops take {', '.join(TAKEN)}",
@@ -57,7 +65,7 @@ RULES = (
         lambda value, asked: asked.is_dtype(value),
     ),
     Rule(
-        ("--attention-backend", "--attention-config.backend"),
+        ("--attention-backend", "--attention-config.backend", "-ac.backend"),
         "opshim's attention takes the place of FLASH_ATTN, other backends stay vLLM's",
         ATTENTION,
         lambda value, asked: asked.device == "cpu" or value.upper() == "FLASH_ATTN",
@@ -96,7 +104,7 @@ RULES = (
         ("--moe-backend", "--kernel-config.moe-backend"),
         "it asks for vLLM's own experts",
         EXPERTS[1:],
-        lambda value, asked: value == "auto",
+        lambda value, asked: value.lower() == "auto",
     ),
     Rule(
         ("--all2all-backend", "-a2a"),
@@ -131,5 +139,3 @@ def _given(rule: Rule, options, environ: Mapping[str, str]) -> Iterator[tuple[st
         value = options.get(name) if name.startswith("-") else environ.get(name)
         if value is not None:
             yield name, value
-        elif name in ("--speculative-config", "-sc"):  # vLLM takes its fields one by one, too
-            yield from ((text, "") for text in options.given if text.replace("_", "-").startswith(f"{name}."))

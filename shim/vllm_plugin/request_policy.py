@@ -111,9 +111,9 @@ class RequestPolicy:
         may_clamp = "clamp_max_tokens" in self.rules and (request.whole(request.limit) or 0) > 1
         refusal = await self._pass_on(scope, request, receive, send, hold=400 if may_clamp else None)
         if refusal and await self._clamp(scope, request, receive):
-            if not await self._pass_on(scope, request, receive, send, hold=400):
-                return None
-        for message in refusal:  # where the second try is refused, too, the first answers what the client sent
+            refused_again = await self._pass_on(scope, request, receive, send, hold=400)
+            refusal = refusal if refused_again else []  # the first one answers what the client sent
+        for message in refusal:
             await send(message)
 
     async def _pass_on(self, scope, request: Request, receive, send, hold: int | None = None) -> list[asgi.Message]:

@@ -27,9 +27,11 @@ from shim.vllm_plugin import capacity, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
 from shim.vllm_plugin.honoured import DTYPES
+from shim.vllm_plugin.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "models" / "opshim-tiny"
+COMPILATION = ("--compilation-config", "-cc", "--optimization-level", "-O")
 STOPPED, DIED, USAGE, UNSERVED = 0, 1, 2, 3  # exit codes
 
 
@@ -45,34 +47,6 @@ class Model:
     name: str
     local: bool
     config: Mapping
-
-
-class Options:
-    """vLLM's own options as given: "--name value", "--name=value" or "--name", with "_" or "-"."""
-
-    def __init__(self, given: Sequence[str]):
-        self.given = list(given)
-
-    def get(self, *names: str) -> str | None:
-        """The value of an option under any of its names, the last where there are several; "" for one without a value,
-        None where it was not given."""
-        for at, text in reversed(list(enumerate(self.given))):
-            if text[:2] in names and not text.startswith("--") and text[2:3] not in ("", "="):
-                return text[2:]  # "-qawq"
-            name, equals, value = text.partition("=")
-            if name.replace("_", "-") in names:
-                follows = next(iter(self.given[at + 1 : at + 2]), "-")
-                return value if equals else follows if re.match(r"[^-]|-\d", follows) else ""
-        return None
-
-    def __contains__(self, name: str) -> bool:
-        return self.get(name) is not None
-
-    def remove(self, name: str) -> None:
-        """An option that is followed by its value, if it was given."""
-        if name in self.given:
-            at = self.given.index(name)
-            del self.given[at : at + 2]
 
 
 def serve(
@@ -276,7 +250,7 @@ def vllm_command(
     if device == "cpu":
         if "--kv-cache-memory-bytes" not in options:
             defaults[capacity.CPU_SPACE] = capacity.DEFAULT_SPACE  # vLLM takes it before that option
-        if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")):
+        if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", *COMPILATION)):
             command += ["--enforce-eager"]
             defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
     elif util.find_spec("flashinfer_jit_cache") is None:
