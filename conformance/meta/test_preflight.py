@@ -13,7 +13,7 @@ import shim
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
 from shim.certificates import Certificate
-from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model
+from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model, sizes
 from shim.vllm_plugin.models import ops_for_model
 from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
 from shim.vllm_plugin.supervise import Server, Supervisor, cause_in
@@ -192,6 +192,30 @@ def test_a_size_per_layer_is_no_error_and_not_compared(look, edit):
     _, told = look()
     free(told)
     assert told["shapes"][0].text == "not checked, as config.json has a moe_intermediate_size per layer"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--hf-overrides", '{"architectures": ["NobodyForCausalLM"]}'],
+        ["--hf-overrides.architectures+", "NobodyForCausalLM"],
+    ],
+)
+def test_the_model_is_looked_at_with_its_overrides(look, given):
+    stops(look(*given)[1], "model class", "knows no NobodyForCausalLM")
+
+
+def test_an_override_of_a_part_of_the_model_leaves_the_rest_of_it():
+    config = {"text_config": {"a": 1, "b": {"x": 1}}, "rope_parameters": {"p": 1}, "quantization_config": {"q": 1}}
+    given = {"text_config": {"b": {"y": 2}}, "rope_parameters": {"r": 2}, "quantization_config": {"s": 2}}
+    assert sizes.overridden(config, given) == given | {"text_config": {"a": 1, "b": {"x": 1, "y": 2}}}
+
+
+def test_an_override_of_another_kind_is_named_in_one_line():
+    command = ["serve", "--dry-run", "--port", str(free_port()), "--hf-overrides.num_attention_heads", "0"]
+    result = CliRunner().invoke(runner.main, command)
+    assert result.exit_code == USAGE and len(result.stderr.splitlines()) == 1, result.output
+    assert "with --hf-overrides: num_attention_heads must be" in result.stderr
 
 
 # ---- the model class -------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 from shim.errors import OpshimError
@@ -67,7 +68,7 @@ def serve(
     rules = () if request_policy is None else request_rules.parse(request_policy)
     if not (dry_run or headless):  # a dry run tells of it together with all else
         check_port(host, port)
-    model = find_model(model, weights=options.get("--load-format") != "dummy")
+    model = find_model(model, options.get("--load-format") != "dummy", options.fields("--hf-overrides"))
     device = check_vllm()
 
     from shim import dispatch, startup, table
@@ -117,8 +118,10 @@ def serve(
     selected = {chain.op.name: chain.selected.label for chain in chains}
     scheme = "https" if "--ssl-certfile" in options else "http"
     url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    name = options.get("--served-model-name") or model.name
-    return _run(command, environment, name, url, selected, nodes.of(options))
+    request = {"model": options.get("--served-model-name") or model.name, "prompt": "The ", "max_tokens": 32}
+    hint = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
+    generates = options.get("--runner") != "pooling" and options.get("--convert") in (None, "auto", "none")
+    return _run(command, environment, url, hint if generates else "", selected, nodes.of(options))
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -180,19 +183,20 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def find_model(named: str | None, weights: bool = True) -> Model:
-    """The model's folder, or a name on the Hugging Face hub; ServeError where it is not a servable checkpoint."""
+def find_model(named: str | None, weights: bool = True, overrides: Mapping = MappingProxyType({})) -> Model:
+    """The model's folder, or a name on the Hugging Face hub; ServeError where it is not a servable checkpoint.
+    `overrides`: of its configuration, by --hf-overrides."""
     path = Path(named or BUNDLED).expanduser()
     if not path.is_dir():
         if named and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not Path(named).parent.is_dir():
-            return Model(named, named, False, _read_config(_from_hub(named), named))
+            return Model(named, named, False, _read_config(_from_hub(named), named, overrides))
         raise ServeError(f"model folder {path} {'is a file' if path.exists() else 'does not exist'}")
     if not (path / "config.json").is_file():
         raise ServeError(f"model folder {path} has no config.json")
     if weights and not any(True for kind in ("*.safetensors", "*.bin") for _ in path.glob(kind)):
         raise ServeError(f"model folder {path} has no weights (*.safetensors or *.bin)")
     path = path.resolve()
-    return Model(str(path), path.name, True, _read_config(path / "config.json", str(path)))
+    return Model(str(path), path.name, True, _read_config(path / "config.json", str(path), overrides))
 
 
 def _from_hub(name: str) -> Path:
@@ -205,14 +209,16 @@ def _from_hub(name: str) -> Path:
         raise ServeError(f"model {name} is no folder, and the Hugging Face hub does not give it: {first}") from None
 
 
-def _read_config(path: Path, model: str) -> Mapping:
+def _read_config(path: Path, model: str, overrides: Mapping) -> Mapping:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ServeError(f"config.json of {model} is not JSON: {error}") from None
-    if not isinstance(config, dict) or not config.get("architectures"):
-        raise ServeError(f"config.json of {model} names no architecture")
-    sizes.check_types(config, f"config.json of {model}")
+    where = f"config.json of {model}{' with --hf-overrides' if overrides else ''}"
+    config = sizes.overridden(config, overrides) if isinstance(config, dict) else {}
+    if not config.get("architectures"):
+        raise ServeError(f"{where} names no architecture")
+    sizes.check_types(config, where)
     if not _architecture(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise ServeError(f"opshim serves no op of {_architecture(config)} ({model})")
     return config
@@ -282,8 +288,8 @@ def _show_hooks(device: str, needed: Sequence[str]) -> None:
 def _run(
     command: list[str],
     environment: dict[str, str],
-    name: str,
     url: str,
+    hint: str,
     selected: Mapping[str, str],
     node: nodes.Node | None,
 ) -> int:
@@ -297,9 +303,9 @@ def _run(
         if headless:
             say(f"{node} has joined {node.leader} after {seconds:.0f} s; Ctrl-C stops it")
             return
-        request = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
-        say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it. Try:")
-        print(f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{request}'", flush=True)
+        say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it{'. Try:' if hint else ''}")
+        if hint:
+            print(f"  {hint}", flush=True)
 
     def stopping(number: signal.Signals, seconds: float) -> None:
         say(f"{number.name}: stopping vLLM, which has {seconds:.0f} s; another signal kills it")
