@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,21 +40,22 @@ def model_class(plan: Plan, importing: ImportCheck | None) -> Iterator[Finding]:
 
 
 def arguments(plan: Plan, verdict: Check | None) -> Iterator[Finding]:
-    """The options, by opshim's rules and vLLM's parser, and the tokenizer, by vLLM's loader. `verdict`: of vLLM on
-    both, None where it is not asked."""
+    """The options, by opshim's rules and vLLM's parser, the tokenizer, by vLLM's loader, and the configuration that vLLM
+    makes for its engine. `verdict`: of vLLM on these three, None where it is not asked."""
     problem = verdict and verdict.result()
     name, _, text = (problem or "").partition(": ")
     unknown = [Finding("options", text, code=USAGE)] if name == "options" else []
-    wrong = [*_refused(plan), *_out_of_range(plan.options), *unknown]
+    wrong = [*_refused(plan), *_unreadable(plan.options), *unknown]
     yield from wrong or [Finding("options", "opshim honours all that were given")]
     if verdict:
         yield _tokenizer(plan, problem)
+        yield _engine(plan, problem)
 
 
 def _tokenizer(plan: Plan, problem: str | None) -> Finding:
     name, _, text = (problem or "").partition(": ")
     plugins = other_plugins()
-    if problem is None:
+    if problem is None or name == "engine":
         where = shown(Path(plan.options.get("--tokenizer") or plan.model.path))
         skipped = "--skip-tokenizer-init" in plan.options
         return Finding("tokenizer", "none, as --skip-tokenizer-init" if skipped else f"vLLM loads it from {where}")
@@ -64,6 +66,18 @@ def _tokenizer(plan: Plan, problem: str | None) -> Finding:
     if plugins and "No tokenizer registered" in text:
         return Finding("tokenizer", text, f"left to vLLM, as a plugin ({', '.join(plugins)}) may bring it")
     return Finding("tokenizer", text, code=USAGE)
+
+
+def _engine(plan: Plan, problem: str | None) -> Finding:
+    name, _, text = (problem or "").partition(": ")
+    if problem is None:
+        return Finding("engine", "vLLM configures it")
+    if name != "engine":
+        return Finding("engine", "not checked, as vLLM was not asked any more")
+    text = f"vLLM does not configure it: {text}"
+    if plan.max_model_len:
+        return Finding("engine", text, "left to vLLM, which was asked with another --max-model-len")
+    return Finding("engine", text, code=USAGE)
 
 
 def _refused(plan: Plan) -> Iterator[Finding]:
@@ -81,16 +95,12 @@ def _refused(plan: Plan) -> Iterator[Finding]:
             yield Finding("options", reason, f"vLLM's own code serves instead of {', '.join(rule.ops)}")
 
 
-def _out_of_range(options) -> Iterator[Finding]:
-    """Numbers that vLLM's parser takes, and its engine does not."""
-    for name in ("--max-num-seqs", "--max-num-batched-tokens"):
-        given = options.get(name) or ""
-        if given.isdigit() and int(given) < 1:
-            yield Finding("options", f"{name} must be from 1 on, got {given}", code=USAGE)
-    try:
-        capacity.utilization(options)
-    except OpshimError as error:
-        yield Finding("options", str(error), code=USAGE)
+def _unreadable(options) -> Iterator[Finding]:
+    """Files that vLLM opens once its engine is there, and does not name then."""
+    for name in ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"):
+        file = options.get(name)
+        if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
+            yield Finding("options", f"{name} {file}: there is no such file, or it cannot be read", code=USAGE)
 
 
 def shapes(plan: Plan) -> Iterator[Finding]:

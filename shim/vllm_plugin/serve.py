@@ -95,7 +95,10 @@ def serve(
 
     print("preflight", flush=True)
     plan = Plan(model, options, dtype, device, chosen.mode, chains)
-    findings = preflight(plan, lambda one: print(one, flush=True), Verdict(model.path, options.given))
+    own = startup.environment(chosen, provider_files)
+    added, variables = defaults(model, options, device)
+    verdict = Verdict([model.path, *added, *options.given], variables | os.environ | own)
+    findings = preflight(plan, lambda one: print(one, flush=True), verdict)
     if not headless:
         try:
             check_port(host, port)
@@ -108,7 +111,6 @@ def serve(
         return _not_started(f"{stop.name}: {stop.text}", stop.code)
     if plan.max_model_len:
         options.given += ["--max-model-len", str(plan.max_model_len)]  # the last one counts
-    own = startup.environment(chosen, provider_files)
     if rules:
         own[request_rules.VARIABLE] = ",".join(rules)
     command, environment = vllm_command(model, options, host, port, device, own)
@@ -240,36 +242,43 @@ def served_dtype(config: Mapping, dtype: str) -> str:
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
 
 
+def defaults(model: Model, options: Options, device: str) -> tuple[list[str], dict[str, str]]:
+    """Options and variables that `serve` gives to vLLM where the user did not."""
+    arguments, variables = [], {"VLLM_NO_USAGE_STATS": "1"}
+    if model.local:
+        variables["HF_HUB_OFFLINE"] = "1"
+        if "--served-model-name" not in options:
+            arguments += ["--served-model-name", model.name]
+    if device == "cpu":
+        if "--kv-cache-memory-bytes" not in options:
+            variables[capacity.CPU_SPACE] = capacity.DEFAULT_SPACE  # vLLM takes it before that option
+        if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", *COMPILATION)):
+            arguments += ["--enforce-eager"]
+            variables["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
+    elif util.find_spec("flashinfer_jit_cache") is None:
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else nvcc compiles it first, for 100 s
+    return arguments, variables
+
+
 def vllm_command(
     model: Model, options: Options, host: str, port: int, device: str, own: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of vLLM's `serve`; what the user gave wins over each default. `own`: opshim's variables.
     Both are told, as a line that can be run by hand."""
+    arguments, variables = defaults(model, options, device)
     command = [sys.executable, "-m", launch.__name__, model.path]
     if "--headless" not in options:
         command += ["--host", host, "--port", str(port)]
-    defaults = {"VLLM_NO_USAGE_STATS": "1"}
-    if model.local:
-        defaults["HF_HUB_OFFLINE"] = "1"
-        if "--served-model-name" not in options:
-            command += ["--served-model-name", model.name]
-    if device == "cpu":
-        if "--kv-cache-memory-bytes" not in options:
-            defaults[capacity.CPU_SPACE] = capacity.DEFAULT_SPACE  # vLLM takes it before that option
-        if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", *COMPILATION)):
-            command += ["--enforce-eager"]
-            defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
-    elif util.find_spec("flashinfer_jit_cache") is None:
-        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else nvcc compiles it first, for 100 s
+    command += arguments
     if request_rules.VARIABLE in own:
         command += ["--middleware", request_rules.PATH]
-    environment = defaults | os.environ | own
+    environment = variables | os.environ | own
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "opshim" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},opshim"
     command += options.given
     theirs = (name for name in os.environ if name.startswith(("OPSHIM_", "VLLM_")) and name != "VLLM_API_KEY")
-    names = dict.fromkeys([*defaults, *own, *theirs])  # an empty one is none
+    names = dict.fromkeys([*variables, *own, *theirs])  # an empty one is none
     line = [f"{name}={shlex.quote(environment[name])}" for name in names if environment[name]]
     say(" ".join([*line, shlex.join(command)]))
     return command, environment
