@@ -59,7 +59,7 @@ def test_a_dry_run_prints_all_and_says_so(scratch):
     assert f" {sys.executable} -m shim.vllm_plugin.launch {BUNDLED} " in command
     assert last == "opshim: dry run: nothing stands in the way, nothing is started"
     assert "qwen3_next.py of vLLM imports" in result.stdout
-    assert "tokenizer    vLLM loads it from " in result.stdout
+    assert "tokenizer    vLLM loads it from " in result.stdout and "engine       vLLM configures it" in result.stdout
     for folder in ("imports", "arguments"):
         assert list((scratch / "cache" / folder).iterdir()), "the next start would import it again"
 
@@ -257,6 +257,7 @@ def test_the_registry_is_read_without_importing_vllm():
     ("options", "reason", "unused"),
     [
         (["--quantization", "fp8"], "not quantized ones", "fused_moe"),
+        (["--quantization-config.linear", "fp8"], "not quantized ones", "fused_moe"),
         (["--kv-cache-dtype=fp8"], "in the model's dtype", "paged_prefill"),
         (["--kv-cache-dtype", "bfloat16"], "in the model's dtype", "paged_prefill"),
         (["--speculative-config", '{"method":"ngram"}'], "take tokens back", "gdn_decode"),
@@ -276,7 +277,9 @@ def test_an_option_that_takes_ops_away_stops_strict_and_is_told_by_auto(look, op
     assert reason in told["options"][0].text and unused in told["options"][0].done
 
 
-@pytest.mark.parametrize("options", [["--uds", "/tmp/socket"], ["--dtype", "float8"], ["--grpc"], ["-asc", "0"]])
+@pytest.mark.parametrize(
+    "options", [["--uds", "a"], ["--dtype", "float8"], ["--grpc"], ["-asc", "0"], ["-asc", "2", "--headless"]]
+)
 @pytest.mark.parametrize("policy", ["strict", "auto"])
 def test_an_option_that_no_server_could_honour_stops_every_policy(look, options, policy):
     told = look(*options, policy=policy)[1]

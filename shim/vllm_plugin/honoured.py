@@ -44,8 +44,8 @@ RULES = (
     Rule(("--grpc",), "`serve` watches over a server of HTTP"),
     Rule(
         ("--api-server-count", "-asc"),
-        "without a server there is nothing to watch over, but for another node of --nnodes, with --headless",
-        honoured=lambda value, asked: "--headless" in asked.options or not re.fullmatch(r"0+|-\d+", value),
+        "a node with --headless has no server, any other has one, which `serve` watches over",
+        honoured=lambda value, asked: ("--headless" in asked.options) == bool(re.fullmatch(r"0+|-\d+", value)),
     ),
     Rule(
         ("--dtype",),
@@ -53,7 +53,7 @@ RULES = (
         honoured=lambda value, asked: DTYPES.get(value, value) in ("auto", *TAKEN),
     ),
     Rule(
-        ("--quantization", "-q"),
+        ("--quantization", "-q", "--quantization-config"),
         "opshim's experts and linear layers take the checkpoint's own weights, not quantized ones",
         (*EXPERTS, "matmul_fp16"),
         lambda value, asked: asked.quantized,

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from shim.errors import OpshimError
 from shim.loading import shown
-from shim.vllm_plugin import capacity, checkpoint, honoured
+from shim.vllm_plugin import capacity, checkpoint, honoured, sizes
 from shim.vllm_plugin.checkpoint import human
-from shim.vllm_plugin.findings import TENSOR, Finding, Plan
+from shim.vllm_plugin.findings import PIPELINE, TENSOR, Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, other_plugins, registered
 from shim.vllm_plugin.serve import UNSERVED, USAGE
 
@@ -110,6 +111,11 @@ def shapes(plan: Plan) -> Iterator[Finding]:
         text = f"{heads} heads of attention cannot be shared by {ranks} ranks ({TENSOR[0]})"
         yield Finding("shapes", text, code=USAGE)
         return
+    attend = [bool({*kinds} - {sizes.LINEAR}) for kinds in _stages(plan)]
+    if plan.device == "cpu" and len(set(attend)) > 1:  # 0.32 ends: "Workers disagree on supported KV cache layouts"
+        text = f"stage {attend.index(False)} of {PIPELINE[0]} has no layer of full attention, which ends vLLM on a CPU"
+        yield Finding("shapes", text, code=USAGE)
+        return
     if plan.dtype not in honoured.TAKEN:
         if not plan.options.get("--dtype"):  # else that option has been refused
             text = f"config.json has the dtype {plan.dtype}: expected {', '.join(honoured.TAKEN)}, or --dtype"
@@ -129,6 +135,18 @@ def shapes(plan: Plan) -> Iterator[Finding]:
     parts += [f"states of {s.linear_k} x {s.linear_v}"] * bool(s.linear_layers)
     parts += [f"{s.top_k} of {s.experts} experts"] * bool(s.experts)
     yield Finding("shapes", f"{', '.join(parts)}, in {plan.dtype}: {served} of {len(chains)} ops take them")
+
+
+def _stages(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """The kinds of layers of each stage of the pipeline, shared out as vLLM does: the last stages but one get what is
+    left over."""
+    kinds, stages = plan.sizes.kinds, capacity.whole(plan.options, 1, *PIPELINE)
+    given = plan.environ.get("VLLM_PP_LAYER_PARTITION")
+    each, more = divmod(len(kinds), stages)
+    counts = [each + (2 <= stages - at < more + 2) for at in range(stages)]
+    rest = iter(kinds)
+    for count in map(int, given.split(",")) if given else counts:
+        yield tuple(islice(rest, count))
 
 
 def _refusal(chain, arguments: dict, plan: Plan) -> tuple[str | None, bool]:
