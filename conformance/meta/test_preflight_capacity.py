@@ -191,11 +191,19 @@ def test_each_stage_of_a_cpus_pipeline_needs_attention(look, kinds, partition, s
     environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PP_LAYER_PARTITION": partition}
     given = ("--load-format", "dummy", "--hf-overrides", json.dumps({"layer_types": kinds}))
     free(look(*given)[1])
-    told = look(*given, "-pp", "2", environ=environ)[1]
+    told = look(*given, "-pp", "2", "--no-enforce-eager", environ=environ)[1]
     if stage is None:
         free(told)
     else:
         stops(told, "shapes", f"stage {stage} of --pipeline-parallel-size has no layer of full attention")
+
+
+@pytest.mark.parametrize("given", [[], ["--enforce-eager", "--no-enforce-eager"]])
+def test_an_eager_pipeline_of_a_cpu_is_refused(look, given):
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    kinds = ("--load-format", "dummy", "--hf-overrides.layer_types+", ",".join(MIXED))
+    stops(look("-pp", "2", *kinds, *given, environ=environ)[1], "options", "-pp 2", "add --no-enforce-eager")
+    free(look("-pp", "1", *kinds, *given, environ=environ)[1])
 
 
 def test_what_a_pipeline_leaves_over_goes_where_vllm_puts_it(look):

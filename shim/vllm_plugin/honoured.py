@@ -12,6 +12,7 @@ from shim.vllm_plugin.models import ATTENTION, EXPERTS, GATED_DELTA_NET
 
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 TAKEN = ("float16", "bfloat16", "float32")
+COMPILING = ("--no-enforce-eager", "--compilation-config", "-cc", "--optimization-level", "-O")
 
 
 class Asked(NamedTuple):
@@ -46,6 +47,15 @@ RULES = (
         ("--api-server-count", "-asc"),
         "a node with --headless has no server, any other has one, which `serve` watches over",
         honoured=lambda value, asked: ("--headless" in asked.options) == bool(re.fullmatch(r"0+|-\d+", value)),
+    ),
+    Rule(  # 0.32: the first request ends an eager engine, in sync_and_gather_intermediate_tensors
+        ("--pipeline-parallel-size", "-pp"),
+        "on a CPU the stages of vLLM take what they hand on from its compiling start: add --no-enforce-eager",
+        honoured=lambda value, asked: (
+            asked.device != "cpu"
+            or value == "1"
+            or ("--enforce-eager" not in asked.options and any(name in asked.options for name in COMPILING))
+        ),
     ),
     Rule(
         ("--dtype",),

@@ -27,12 +27,11 @@ from shim.health import Row, summary
 from shim.vllm_plugin import capacity, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
-from shim.vllm_plugin.honoured import DTYPES
+from shim.vllm_plugin.honoured import COMPILING, DTYPES
 from shim.vllm_plugin.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "models" / "opshim-tiny"
-COMPILATION = ("--compilation-config", "-cc", "--optimization-level", "-O")
 STOPPED, DIED, USAGE, UNSERVED = 0, 1, 2, 3  # exit codes
 
 
@@ -252,7 +251,7 @@ def defaults(model: Model, options: Options, device: str) -> tuple[list[str], di
     if device == "cpu":
         if "--kv-cache-memory-bytes" not in options:
             variables[capacity.CPU_SPACE] = capacity.DEFAULT_SPACE  # vLLM takes it before that option
-        if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", *COMPILATION)):
+        if not any(name in options for name in ("--enforce-eager", *COMPILING)):
             arguments += ["--enforce-eager"]
             variables["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
     elif util.find_spec("flashinfer_jit_cache") is None:
