@@ -207,6 +207,16 @@ def test_what_only_vllms_own_configuration_refuses_is_told(scratch, given, words
     assert not (scratch / "cache" / "arguments").exists()
 
 
+def test_what_another_version_of_vllm_has_elsewhere_refuses_nothing(scratch):
+    script = scratch / "moved.py"
+    script.write_text(
+        "import runpy, sys\nfrom vllm.entrypoints.cli.serve import setup_server\n"
+        "del sys.modules[setup_server.__module__].validate_api_server_args\nrunpy.run_module('shim.vllm_plugin.arguments', run_name='__main__')"
+    )
+    asked = model_class.Check(scratch / "note", [str(script), str(BUNDLED)], os.environ)
+    assert "has no attribute 'validate_api_server_args'" in asked.result()
+
+
 def test_a_model_type_that_transformers_does_not_know_is_told(model, edit):
     edit(model_type="nobody")
     told = arguments.Verdict([str(model)], os.environ).result()

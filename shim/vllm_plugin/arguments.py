@@ -118,16 +118,21 @@ def engine(args: Namespace) -> str | None:
     from vllm.entrypoints.cli.serve import setup_server
     from vllm.usage.usage_lib import UsageContext
 
-    server = sys.modules[setup_server.__module__]  # whose place differs between versions
+    # What another version has elsewhere, or takes otherwise, ends this process unanswered: nothing is refused for that.
+    server = sys.modules[setup_server.__module__]
     asked = {"usage_context": UsageContext.OPENAI_API_SERVER, "headless": args.headless}
-    signature(AsyncEngineArgs.create_engine_config).bind(None, **asked)  # what is not known here ends this, unanswered
-    managers = (server.ToolParserManager.import_tool_parser, server.ReasoningParserManager.import_reasoning_parser)
+    signature(AsyncEngineArgs.create_engine_config).bind(None, **asked)
+    check = server.validate_api_server_args
+    plugins = (
+        (server.ToolParserManager.import_tool_parser, args.tool_parser_plugin),
+        (server.ReasoningParserManager.import_reasoning_parser, args.reasoning_parser_plugin),
+    )
     args.model = args.model_tag
     try:
-        for load, file in zip(managers, (args.tool_parser_plugin, args.reasoning_parser_plugin)):
+        for load, file in plugins:
             if file and len(file) > 3:  # vLLM's own rule
                 load(file)
-        server.validate_api_server_args(args)
+        check(args)
         AsyncEngineArgs.from_cli_args(args).create_engine_config(**asked)
     except Exception as error:  # noqa: BLE001
         return f"engine: {_gist(error)}"

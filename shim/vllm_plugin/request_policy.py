@@ -21,7 +21,7 @@ from shim.vllm_plugin import asgi
 from shim.vllm_plugin.json_edit import member, with_member
 
 RULES = {
-    "clamp_max_tokens": "instead of a 400, max_tokens becomes the room left in the context, at least 1",
+    "clamp_max_tokens": "instead of a 400, max_tokens becomes the room left in the context",
     "no_thinking_when_short": "enable_thinking is false where max_tokens is at most 128 and the client did not choose",
     "refuse_large_n": "n above max_num_seqs is a 400",
 }
