@@ -1,6 +1,6 @@
 """vLLM's options that opshim cannot honour, each with its reason: the same that the hooks would give while the engine
 is built (`_refusal` in attention, experts, delta_rule; `refusal` in attention_cuda), said before it is started. A name
-such as "--kernel-config.moe-backend" is of a field, however its option was given (options.py)."""
+such as "--kernel-config.moe_backend" is of a field, however its option was given (options.py)."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ RULES = (
     ),
     Rule(("--enable-lora",), "opshim's experts know no adapters", EXPERTS[1:]),
     Rule(
-        ("--moe-backend", "--kernel-config.moe-backend"),
+        ("--moe-backend", "--kernel-config.moe_backend"),
         "it asks for vLLM's own experts",
         EXPERTS[1:],
         lambda value, asked: value.lower() == "auto",

@@ -20,7 +20,7 @@ class Options:
             if name in names:
                 return value
         for option, field in (name.split(".") for name in names if "." in name):
-            value = self.fields(option).get(field.replace("-", "_"))
+            value = self.fields(option).get(field)
             if value is not None:
                 return value if isinstance(value, str) else json.dumps(value)
         return None
