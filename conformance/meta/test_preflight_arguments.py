@@ -190,7 +190,7 @@ def test_a_file_that_the_server_cannot_read_is_named(look, tmp_path, name):
     free(look(name, __file__)[1])
 
 
-# ---- what vLLM configures its engine with ------------------------------------------------------------------------------
+# ---- what vLLM configures its engine with ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,8 @@ def test_what_another_version_of_vllm_has_elsewhere_refuses_nothing(scratch):
     script = scratch / "moved.py"
     script.write_text(
         "import runpy, sys\nfrom vllm.entrypoints.cli.serve import setup_server\n"
-        "del sys.modules[setup_server.__module__].validate_api_server_args\nrunpy.run_module('shim.vllm_plugin.arguments', run_name='__main__')"
+        "del sys.modules[setup_server.__module__].validate_api_server_args\n"
+        "runpy.run_module('shim.vllm_plugin.arguments', run_name='__main__')"
     )
     asked = model_class.Check(scratch / "note", [str(script), str(BUNDLED)], os.environ)
     assert "has no attribute 'validate_api_server_args'" in asked.result()

@@ -1,9 +1,9 @@
-"""What vLLM itself makes of the arguments of `serve`: its own parser, its loader of the tokenizer, its checks of a server
-and what it configures its engine with are asked, in this order. Nothing is loaded, and no GPU is touched.
+"""What vLLM itself makes of the arguments of `serve`: its own parser, its loader of the tokenizer, its checks of a
+server and what it configures its engine with are asked, in this order. No model is loaded.
 
 `python -m shim.vllm_plugin.arguments MODEL OPTIONS...` ends with 0, or with 1 and a last line of what is wrong, as
-"options: ...", "tokenizer: ..." or "engine: ...". vLLM's imports take it ten seconds, so that what has passed is written
-down.
+"options: ...", "tokenizer: ..." or "engine: ...". vLLM's imports take it ten seconds, so that what has passed is
+written down.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def model_class(plan: Plan, importing: ImportCheck | None) -> Iterator[Finding]:
 
 
 def arguments(plan: Plan, verdict: Check | None) -> Iterator[Finding]:
-    """The options, by opshim's rules and vLLM's parser, the tokenizer, by vLLM's loader, and the configuration that vLLM
-    makes for its engine. `verdict`: of vLLM on these three, None where it is not asked."""
+    """The options, by opshim's rules and vLLM's parser, the tokenizer, by vLLM's loader, and the configuration that
+    vLLM makes for its engine. `verdict`: of vLLM on these three, None where it is not asked."""
     problem = verdict and verdict.result()
     name, _, text = (problem or "").partition(": ")
     unknown = [Finding("options", text, code=USAGE)] if name == "options" else []
