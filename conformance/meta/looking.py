@@ -71,7 +71,8 @@ def look(model, monkeypatch):
     monkeypatch.setattr(preflight, "ImportCheck", Imports)
 
     def look(*options, policy="strict", environ=()):
-        found, given = find_model(str(model)), Options(options)
+        given = Options(options)
+        found = find_model(str(model), overrides=given.fields("--hf-overrides"))
         dtype = served_dtype(found.config, given.get("--dtype") or "auto")
         chains = dispatch.resolve(ops_for_model(found.config, dtype), "cpu", Policy.parse(policy))
         plan = Plan(found, given, dtype, "cpu", policy, chains, dict(environ))

@@ -13,7 +13,7 @@ import shim
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
 from shim.certificates import Certificate
-from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model
+from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model, sizes
 from shim.vllm_plugin.models import ops_for_model
 from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
 from shim.vllm_plugin.supervise import Server, Supervisor, cause_in
@@ -59,7 +59,7 @@ def test_a_dry_run_prints_all_and_says_so(scratch):
     assert f" {sys.executable} -m shim.vllm_plugin.launch {BUNDLED} " in command
     assert last == "opshim: dry run: nothing stands in the way, nothing is started"
     assert "qwen3_next.py of vLLM imports" in result.stdout
-    assert "tokenizer    vLLM loads it from " in result.stdout
+    assert "tokenizer    vLLM loads it from " in result.stdout and "engine       vLLM configures it" in result.stdout
     for folder in ("imports", "arguments"):
         assert list((scratch / "cache" / folder).iterdir()), "the next start would import it again"
 
@@ -194,6 +194,30 @@ def test_a_size_per_layer_is_no_error_and_not_compared(look, edit):
     assert told["shapes"][0].text == "not checked, as config.json has a moe_intermediate_size per layer"
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["--hf-overrides", '{"architectures": ["NobodyForCausalLM"]}'],
+        ["--hf-overrides.architectures+", "NobodyForCausalLM"],
+    ],
+)
+def test_the_model_is_looked_at_with_its_overrides(look, given):
+    stops(look(*given)[1], "model class", "knows no NobodyForCausalLM")
+
+
+def test_an_override_of_a_part_of_the_model_leaves_the_rest_of_it():
+    config = {"text_config": {"a": 1, "b": {"x": 1}}, "rope_parameters": {"p": 1}, "quantization_config": {"q": 1}}
+    given = {"text_config": {"b": {"y": 2}}, "rope_parameters": {"r": 2}, "quantization_config": {"s": 2}}
+    assert sizes.overridden(config, given) == given | {"text_config": {"a": 1, "b": {"x": 1, "y": 2}}}
+
+
+def test_an_override_of_another_kind_is_named_in_one_line():
+    command = ["serve", "--dry-run", "--port", str(free_port()), "--hf-overrides.num_attention_heads", "0"]
+    result = CliRunner().invoke(runner.main, command)
+    assert result.exit_code == USAGE and len(result.stderr.splitlines()) == 1, result.output
+    assert "with --hf-overrides: num_attention_heads must be" in result.stderr
+
+
 # ---- the model class -------------------------------------------------------------------------------------------------
 
 
@@ -233,12 +257,15 @@ def test_the_registry_is_read_without_importing_vllm():
     ("options", "reason", "unused"),
     [
         (["--quantization", "fp8"], "not quantized ones", "fused_moe"),
+        (["--quantization-config.linear", "fp8"], "not quantized ones", "fused_moe"),
         (["--kv-cache-dtype=fp8"], "in the model's dtype", "paged_prefill"),
         (["--kv-cache-dtype", "bfloat16"], "in the model's dtype", "paged_prefill"),
         (["--speculative-config", '{"method":"ngram"}'], "take tokens back", "gdn_decode"),
         (["--speculative_config.method", "ngram"], "take tokens back", "gdn_decode"),
         (["--enable-lora"], "know no adapters", "grouped_gemm"),
         (["--moe-backend", "triton"], "vLLM's own experts", "moe_sum"),
+        (["--kernel-config", '{"moe_backend":"triton"}'], "vLLM's own experts", "moe_sum"),
+        (["--kernel_config.moe_backend=triton"], "vLLM's own experts", "moe_sum"),
         (["--mamba-ssm-cache-dtype", "bfloat16"], "states in float32 or", "gdn_prefill"),
         (["--model-impl", "transformers"], "vLLM's own model", "topk_softmax"),
     ],
@@ -250,7 +277,9 @@ def test_an_option_that_takes_ops_away_stops_strict_and_is_told_by_auto(look, op
     assert reason in told["options"][0].text and unused in told["options"][0].done
 
 
-@pytest.mark.parametrize("options", [["--uds", "/tmp/socket"], ["--dtype", "float8"]])
+@pytest.mark.parametrize(
+    "options", [["--uds", "a"], ["--dtype", "float8"], ["--grpc"], ["-asc", "0"], ["-asc", "2", "--headless"]]
+)
 @pytest.mark.parametrize("policy", ["strict", "auto"])
 def test_an_option_that_no_server_could_honour_stops_every_policy(look, options, policy):
     told = look(*options, policy=policy)[1]
@@ -271,6 +300,9 @@ def test_an_option_that_no_server_could_honour_stops_every_policy(look, options,
         ],
         ["--kv-cache-dtype", "float16", "--enforce-eager", "--block-size", "64"],
         ["--all2all-backend", "deepep_low_latency"],
+        ["--kernel-config", '{"moe_backend": "auto"}', "--attention-config", "no JSON"],
+        ["--kernel-config", '{"moe_backend": "triton"}', "--kernel-config.x", "1"],  # vLLM takes the latter alone
+        ["--api-server-count", "1"],
     ],
 )
 def test_an_option_that_changes_nothing_for_the_ops_does_not_stop(look, options):
@@ -281,6 +313,9 @@ def test_an_option_that_changes_nothing_for_the_ops_does_not_stop(look, options)
     ("options", "environ"),
     [
         (["--attention-backend", "FLASHINFER"], {}),
+        (["--attention-config", '{"backend":"FLASHINFER"}'], {}),
+        (["-ac", '{"backend": "FLASHINFER"}'], {}),
+        (["-ac.backend", "FLASHINFER"], {}),
         (["--block-size", "24"], {}),
         (["--decode-context-parallel-size", "2"], {}),
         ([], {"VLLM_BATCH_INVARIANT": "1"}),

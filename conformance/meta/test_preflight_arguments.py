@@ -1,16 +1,17 @@
 """The options and the tokenizer as vLLM takes them: files of --config, names that nobody knows, files that are broken."""
 
 import json
+import os
 
 import pytest
 from click.testing import CliRunner
 
 import runner
-from conformance.meta.looking import Imports
+from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
 from shim.errors import OpshimError
 from shim.vllm_plugin import arguments, model_class, preflight, preflight_model
-from shim.vllm_plugin.serve import BUNDLED, USAGE, Options, split
+from shim.vllm_plugin.serve import BUNDLED, USAGE, split
 
 
 @pytest.fixture
@@ -137,6 +138,7 @@ def test_another_tokenizer_than_the_models_is_named(tmp_path):
         ("tokenizer: m: OSError: x", ["theirs"], "tokenizer", USAGE),
         ("tokenizer: m: ValueError: No tokenizer registered for 'x'", [], "tokenizer", USAGE),
         ("tokenizer: m: ValueError: No tokenizer registered for 'x'", ["theirs"], "tokenizer", 0),
+        ("engine: x", [], "engine", USAGE),
         ("ImportError: no flux_capacitor", [], "tokenizer", 0),
     ],
 )
@@ -147,7 +149,7 @@ def test_only_what_vllm_says_of_the_arguments_stops(look, monkeypatch, problem, 
 
     monkeypatch.setattr(preflight_model, "other_plugins", lambda: plugins)
     found = {one.name: one for one in preflight_model.arguments(look()[0], Said())}
-    assert list(found) == ["options", "tokenizer"], "a row each, whatever vLLM says"
+    assert list(found) == ["options", "tokenizer", "engine"], "a row each, whatever vLLM says"
     assert {one.name: one.code for one in found.values() if one.code} == ({name: code} if code else {})
     assert problem is None or problem.removeprefix(f"{name}: ") in found[name].text
 
@@ -157,19 +159,20 @@ def test_what_vllm_and_opshim_do_not_take_is_told_beside_each_other(look):
         def result(self):
             return "options: unrecognized arguments: --x"
 
-    *options, tokenizer = preflight_model.arguments(look("--uds", "x")[0], Said())
+    *options, tokenizer, _ = preflight_model.arguments(look("--uds", "x")[0], Said())
     assert [(one.name, one.code) for one in options] == [("options", USAGE)] * 2
     assert tokenizer.text == "not checked, as vLLM does not take the options"
 
 
-def test_what_passed_is_asked_again_once_an_option_or_a_file_is_another(model, monkeypatch):
+def test_what_passed_is_asked_again_once_an_option_a_variable_or_a_file_is_another(model, monkeypatch):
     monkeypatch.setattr(model_class.subprocess, "Popen", lambda *of, **how: "asked")
-    first = arguments.Verdict(str(model), [])
+    first = arguments.Verdict([str(model)], {})
     first._write_down()
-    assert arguments.Verdict(str(model), []).child is None
-    assert arguments.Verdict(str(model), ["--enforce-eager"]).child == "asked"
+    assert arguments.Verdict([str(model)], {"HOME": "/"}).child is None
+    assert arguments.Verdict([str(model), "--enforce-eager"], {}).child == "asked"
+    assert arguments.Verdict([str(model)], {"VLLM_USE_V1": "0"}).child == "asked"
     (model / "tokenizer.json").write_text(json.dumps({}))
-    assert arguments.Verdict(str(model), []).child == "asked"
+    assert arguments.Verdict([str(model)], {}).child == "asked"
 
 
 def test_the_dry_run_ends_with_one_line_of_what_vllm_does_not_take(scratch, monkeypatch):
@@ -181,15 +184,63 @@ def test_the_dry_run_ends_with_one_line_of_what_vllm_does_not_take(scratch, monk
     assert not (scratch / "cache" / "arguments").exists()
 
 
+@pytest.mark.parametrize("name", ["--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"])
+def test_a_file_that_the_server_cannot_read_is_named(look, tmp_path, name):
+    stops(look(name, str(tmp_path / "absent.pem"))[1], "options", f"{name} {tmp_path / 'absent.pem'}: there is no such")
+    free(look(name, __file__)[1])
+
+
+# ---- what vLLM configures its engine with ----------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (["--max-num-seqs", "0"], "--max-num-seqs must be from 1 on, got 0"),
-        (["--max-num-batched-tokens=0"], "--max-num-batched-tokens must be from 1 on, got 0"),
-        (["--gpu-memory-utilization", "7"], "--gpu-memory-utilization must be a number above 0 and up to 1, got '7'"),
-        (["--max-num-seqs", "1", "--gpu-memory-utilization", "1"], ""),
+        (["--max-num-seqs", "4096", "--max-num-batched-tokens", "64"], "max_num_batched_tokens (64) must be greater"),
+        (["--max-num-seqs", "0"], "max_num_seqs: Input should be greater than or equal to 1"),
+        (["--enable-auto-tool-choice", "--tool-call-parser", "nosuch"], "invalid tool call parser: nosuch"),
     ],
 )
-def test_numbers_that_only_the_engine_would_refuse_are_told(given, words):
-    told = [one.text for one in preflight_model._out_of_range(Options(given))]
-    assert told == [words] * bool(words)
+def test_what_only_vllms_own_configuration_refuses_is_told(scratch, given, words):
+    told = arguments.Verdict([str(BUNDLED), *given], os.environ).result()
+    assert told.startswith("engine: ") and words in told and "errors.pydantic.dev" not in told
+    assert not (scratch / "cache" / "arguments").exists()
+
+
+def test_what_another_version_of_vllm_has_elsewhere_refuses_nothing(scratch):
+    script = scratch / "moved.py"
+    script.write_text(
+        "import runpy, sys\nfrom vllm.entrypoints.cli.serve import setup_server\n"
+        "del sys.modules[setup_server.__module__].validate_api_server_args\n"
+        "runpy.run_module('shim.vllm_plugin.arguments', run_name='__main__')"
+    )
+    asked = model_class.Check(scratch / "note", [str(script), str(BUNDLED)], os.environ)
+    assert "has no attribute 'validate_api_server_args'" in asked.result()
+
+
+def test_a_model_type_that_transformers_does_not_know_is_told(model, edit):
+    edit(model_type="nobody")
+    told = arguments.Verdict([str(model)], os.environ).result()
+    assert told.startswith("engine: The checkpoint you are trying to load has model type `nobody`")
+
+
+def test_vllm_is_asked_with_what_it_will_be_started_with(model, monkeypatch):
+    asked = []
+    monkeypatch.setattr(preflight, "ImportCheck", Imports)
+    monkeypatch.setattr(arguments, "Verdict", lambda *of: asked.append(of))
+    command = ["serve", str(model), "--dry-run", "--port", str(free_port()), "--policy", "auto", "--max-num-seqs", "4"]
+    assert CliRunner().invoke(runner.main, command).exit_code == 0
+    ((given, variables),) = asked
+    assert given == [str(model), "--served-model-name", "model", "--enforce-eager", "--max-num-seqs", "4"]
+    assert (variables["OPSHIM_POLICY"], variables["HF_HUB_OFFLINE"]) == ("auto", "1")
+
+
+def test_what_vllm_says_of_another_length_than_is_served_does_not_stop(look):
+    class Said:
+        def result(self):
+            return "engine: too long"
+
+    plan = look()[0]
+    assert [one.code for one in preflight_model.arguments(plan, Said())] == [0, 0, USAGE]
+    plan.max_model_len = 64
+    assert [one.code for one in preflight_model.arguments(plan, Said())] == [0, 0, 0]

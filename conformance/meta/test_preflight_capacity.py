@@ -13,7 +13,7 @@ from click.testing import CliRunner
 import runner
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
-from shim.vllm_plugin import arguments, capacity, preflight, sizes
+from shim.vllm_plugin import arguments, capacity, preflight, preflight_model, sizes
 from shim.vllm_plugin.serve import BUNDLED, USAGE, Options
 
 QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
@@ -178,6 +178,37 @@ def test_ranks_of_a_cpu_need_nodes_or_cores(look, monkeypatch, tmp_path):
     free(look("-tp", "2", "--nnodes", "2")[1])  # one rank on each machine
     (tmp_path / "node1").mkdir()
     free(look("-tp", "2")[1])
+
+
+MIXED, FULL, HALF = ["linear_attention", "full_attention"] * 2, ["full_attention"] * 4, ["linear_attention"] * 2
+
+
+@pytest.mark.parametrize(
+    ("kinds", "partition", "stage"),
+    [(MIXED, "", None), (FULL, "", None), (HALF + FULL[:2], "", 0), (FULL[:2] + HALF, "", 1), (MIXED, "1,3", 0)],
+)
+def test_each_stage_of_a_cpus_pipeline_needs_attention(look, kinds, partition, stage):
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_PP_LAYER_PARTITION": partition}
+    given = ("--load-format", "dummy", "--hf-overrides", json.dumps({"layer_types": kinds}))
+    free(look(*given)[1])
+    told = look(*given, "-pp", "2", "--no-enforce-eager", environ=environ)[1]
+    if stage is None:
+        free(told)
+    else:
+        stops(told, "shapes", f"stage {stage} of --pipeline-parallel-size has no layer of full attention")
+
+
+@pytest.mark.parametrize("given", [[], ["--enforce-eager", "--no-enforce-eager"]])
+def test_an_eager_pipeline_of_a_cpu_is_refused(look, given):
+    environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+    kinds = ("--load-format", "dummy", "--hf-overrides.layer_types+", ",".join(MIXED))
+    stops(look("-pp", "2", *kinds, *given, environ=environ)[1], "options", "-pp 2", "add --no-enforce-eager")
+    free(look("-pp", "1", *kinds, *given, environ=environ)[1])
+
+
+def test_what_a_pipeline_leaves_over_goes_where_vllm_puts_it(look):
+    plan = look("-pp", "3", "--hf-overrides.layer_types+", ",".join(MIXED), "--load-format", "dummy")[0]
+    assert [len(kinds) for kinds in preflight_model._stages(plan)] == [1, 2, 1]  # vllm.distributed.utils.get_pp_indices
 
 
 def test_a_space_that_is_no_number_stops(look):

@@ -46,6 +46,7 @@ class App:
         if not isinstance(said, dict) or said.get("temperature", 0) < 0:
             return await self.answer(send, 400, {"error": {"message": "wrong"}})
         most = said.get("max_completion_tokens") or said.get("max_tokens") or 1
+        most = int(most) if str(most).isdigit() else most
         if not isinstance(most, int) or (isinstance(said.get("prompt", ""), str) and self.count(said) + most > CONTEXT):
             return await self.answer(send, 400, {"error": {"message": "too long"}})
         if said.get("stream"):
@@ -174,7 +175,7 @@ def test_a_client_that_leaves_before_its_request_is_whole_reaches_nobody(app):
 
 @pytest.mark.parametrize(
     ("prompt", "room"),
-    [("a" * 40, 60), ("a" * 99, 1), ("a" * 200, 1), (["a", "aaaaa"], 95), ([5] * 30, 70), ([[5] * 30, [5]], 70)],
+    [("a" * 40, 60), ("a" * 99, 1), (["a", "aaaaa"], 95), ([5] * 30, 70), ([[5] * 30, [5]], 70)],
 )
 def test_max_tokens_becomes_the_room_that_is_left_and_at_least_1(app, prompt, room):
     app.count = lambda said: len(said["prompt"]) if isinstance(said["prompt"], str) else 0
@@ -233,6 +234,21 @@ def test_a_prompt_that_cannot_be_counted_is_refused_as_before(app):
     refuse_all_once(app)
     status, headers, _ = post(app, {"prompt_embeds": "...", "max_tokens": 5000})
     assert (status, HEADER in headers, len(app.got)) == (400, False, 1)
+
+
+def test_a_prompt_that_leaves_no_room_is_refused_as_before(app):
+    status, headers, _ = post(app, {"prompt": "a" * (CONTEXT + 1), "max_tokens": 5})
+    assert (status, HEADER in headers, len(app.got)) == (400, False, 2)
+
+
+@pytest.mark.parametrize(("given", "told"), [(5000.0, 5000), ("5000", 5000)])
+def test_a_number_is_read_as_vllm_reads_it(app, given, told):
+    refuse_all_once(app)
+    _, headers, _ = post(app, {"prompt": "a", "max_tokens": given})
+    assert headers[HEADER] == f"clamp_max_tokens: max_tokens {told} to 99"
+    assert post(app, {"prompt": "a", "n": given})[0] == 400
+    post(app, chat(max_tokens=type(given)(100)), rules=["no_thinking_when_short"], path=CHAT)
+    assert json.loads(app.got[-1])["chat_template_kwargs"] == {"enable_thinking": False}
 
 
 # ---- no_thinking_when_short, refuse_large_n -------------------------------------------------------------------------

@@ -170,6 +170,13 @@ def test_the_example_asks_for_the_name_that_is_served(serve):
     assert '"model": "mine"' in lines_until(process.stdout, "curl")[-1]
 
 
+def test_a_server_that_completes_nothing_has_no_such_example(serve):
+    process, _ = serve("serves", "--runner", "pooling")
+    assert lines_until(process.stdout, "ready on")[-1].endswith("Ctrl-C stops it\n")
+    process.terminate()
+    assert "curl" not in process.communicate(timeout=60)[0]
+
+
 def test_the_request_policy_reaches_the_child(serve):
     process, _ = serve("serves", "--request-policy", "refuse_large_n")
     told = lines_until(process.stderr, "arguments:")[-1]

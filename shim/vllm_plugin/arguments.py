@@ -1,7 +1,9 @@
-"""What vLLM itself makes of the arguments of `serve`, and of the tokenizer: its own parser and loader are asked.
+"""What vLLM itself makes of the arguments of `serve`: its own parser, its loader of the tokenizer, its checks of a
+server and what it configures its engine with are asked, in this order. No model is loaded.
 
 `python -m shim.vllm_plugin.arguments MODEL OPTIONS...` ends with 0, or with 1 and a last line of what is wrong, as
-"options: ..." or "tokenizer: ...". vLLM's imports take it ten seconds, so that what has passed is written down.
+"options: ...", "tokenizer: ..." or "engine: ...". vLLM's imports take it ten seconds, so that what has passed is
+written down.
 """
 
 from __future__ import annotations
@@ -10,15 +12,20 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from glob import escape, glob
 from hashlib import sha256
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
 from shim.errors import OpshimError
 from shim.loading import user_cache
+from shim.vllm_plugin import launch
 from shim.vllm_plugin.model_class import Check, installed
+
+DECISIVE = ("VLLM_", "OPSHIM_", "CUDA_", "HF_")  # variables that such begin with may change the verdict
 
 
 def unfold(given: Sequence[str]) -> list[str]:
@@ -45,16 +52,13 @@ def unfold(given: Sequence[str]) -> list[str]:
 
 
 class Verdict(Check):
-    """On a model's path and vLLM's options."""
+    """On a model's path and options, in an environment: those that vLLM will be started with."""
 
-    def __init__(self, path: str, given: Sequence[str]):
-        arguments = [path, *given]
-        environment = {"VLLM_LOGGING_LEVEL": "ERROR"}
-        if os.path.isdir(path):
-            environment["HF_HUB_OFFLINE"] = os.environ.get("HF_HUB_OFFLINE", "1")  # as serve.vllm_command does
-        known = "\0".join([installed(), *arguments, *map(str, _files(arguments))])
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]):
+        decisive = (f"{name}={environment[name]}" for name in sorted(environment) if name.startswith(DECISIVE))
+        known = "\0".join([installed(), *arguments, *decisive, *map(str, _files(arguments))])
         note = user_cache() / "arguments" / sha256(known.encode(errors="surrogateescape")).hexdigest()[:16]
-        super().__init__(note, ["-m", __name__, *arguments], environment)
+        super().__init__(note, ["-m", __name__, *arguments], {**environment, "VLLM_LOGGING_LEVEL": "ERROR"})
 
 
 def _files(arguments: Sequence[str]) -> Iterator[tuple]:
@@ -65,10 +69,9 @@ def _files(arguments: Sequence[str]) -> Iterator[tuple]:
                 yield file, os.path.getsize(file), os.path.getmtime(file)
 
 
-def problem(arguments: Sequence[str]) -> str | None:
-    """What vLLM would refuse, in one line; None where it would go on."""
+def problem(arguments: Sequence[str], *more: Callable[[Namespace], str | None]) -> str | None:
+    """What vLLM would refuse, in one line; None where it would go on. `more` is asked of what passes its parser."""
     from vllm.entrypoints.cli.serve import cmd_init
-    from vllm.tokenizers import cached_tokenizer_from_config
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     class Parser(FlexibleArgumentParser):
@@ -85,6 +88,11 @@ def problem(arguments: Sequence[str]) -> str | None:
         command.validate(args)
     except Exception as error:  # noqa: BLE001
         return f"options: {_gist(error)}"
+    return next(filter(None, (ask(args) for ask in (tokenizer, *more))), None)
+
+
+def tokenizer(args: Namespace) -> str | None:
+    from vllm.tokenizers import cached_tokenizer_from_config
 
     own = args.tokenizer is None
     asked = SimpleNamespace(  # the fields of a ModelConfig that a tokenizer depends on
@@ -96,11 +104,38 @@ def problem(arguments: Sequence[str]) -> str | None:
         trust_remote_code=args.trust_remote_code,
     )
     try:
-        tokenizer = cached_tokenizer_from_config(asked)
+        found = cached_tokenizer_from_config(asked)
     except Exception as error:  # noqa: BLE001
         return f"tokenizer: {_culprit(asked.tokenizer)}: {_gist(error)}"
-    if tokenizer is not None and not tokenizer.encode("a", add_special_tokens=False):  # made by transformers of no file
+    if found is not None and not found.encode("a", add_special_tokens=False):  # made by transformers of no file
         return f"tokenizer: {asked.tokenizer}: its files are missing, or know no words"
+    return None
+
+
+def engine(args: Namespace) -> str | None:
+    """As vLLM's own `serve` goes on, up to the engine. It changes the process: hooks and variables are set."""
+    from vllm import AsyncEngineArgs
+    from vllm.entrypoints.cli.serve import setup_server
+    from vllm.usage.usage_lib import UsageContext
+
+    # What another version has elsewhere, or takes otherwise, ends this process unanswered: nothing is refused for that.
+    server = sys.modules[setup_server.__module__]
+    asked = {"usage_context": UsageContext.OPENAI_API_SERVER, "headless": args.headless}
+    signature(AsyncEngineArgs.create_engine_config).bind(None, **asked)
+    check = server.validate_api_server_args
+    plugins = (
+        (server.ToolParserManager.import_tool_parser, args.tool_parser_plugin),
+        (server.ReasoningParserManager.import_reasoning_parser, args.reasoning_parser_plugin),
+    )
+    args.model = args.model_tag
+    try:
+        for load, file in plugins:
+            if file and len(file) > 3:  # vLLM's own rule
+                load(file)
+        check(args)
+        AsyncEngineArgs.from_cli_args(args).create_engine_config(**asked)
+    except Exception as error:  # noqa: BLE001
+        return f"engine: {_gist(error)}"
     return None
 
 
@@ -115,12 +150,18 @@ def _culprit(name: str) -> Path | str:
 
 
 def _gist(error: Exception) -> str:
+    from pydantic import ValidationError  # vLLM's, which has been imported
+
+    if isinstance(error, ValidationError):  # its own text is of values, and where to read more
+        parts = [[*map(str, one["loc"]), one["msg"].removeprefix("Value error, ")] for one in error.errors()]
+        return " ".join("; ".join(map(": ".join, parts)).split())
     text = " ".join(str(error).split())
     return text if isinstance(error, OpshimError) else f"{type(error).__name__}: {text}"
 
 
 if __name__ == "__main__":
-    found = problem(sys.argv[1:])
+    launch.name_distribution()
+    found = problem(sys.argv[1:], engine)
     if found is not None:
         print(found, flush=True)
         os._exit(1)  # so that nobody has a later word

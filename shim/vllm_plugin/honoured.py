@@ -1,8 +1,10 @@
 """vLLM's options that opshim cannot honour, each with its reason: the same that the hooks would give while the engine
-is built (`_refusal` in attention, experts, delta_rule; `refusal` in attention_cuda), said before it is started."""
+is built (`_refusal` in attention, experts, delta_rule; `refusal` in attention_cuda), said before it is started. A name
+such as "--kernel-config.moe_backend" is of a field, however its option was given (options.py)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from shim.vllm_plugin.models import ATTENTION, EXPERTS, GATED_DELTA_NET
 
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 TAKEN = ("float16", "bfloat16", "float32")
+COMPILING = ("--no-enforce-eager", "--compilation-config", "-cc", "--optimization-level", "-O")
 
 
 class Asked(NamedTuple):
@@ -39,13 +42,28 @@ class Rule(NamedTuple):
 
 RULES = (
     Rule(("--uds",), "`serve` watches over a host and a port"),
+    Rule(("--grpc",), "`serve` watches over a server of HTTP"),
+    Rule(
+        ("--api-server-count", "-asc"),
+        "a node with --headless has no server, any other has one, which `serve` watches over",
+        honoured=lambda value, asked: ("--headless" in asked.options) == bool(re.fullmatch(r"0+|-\d+", value)),
+    ),
+    Rule(  # 0.32: the first request ends an eager engine, in sync_and_gather_intermediate_tensors
+        ("--pipeline-parallel-size", "-pp"),
+        "on a CPU the stages of vLLM take what they hand on from its compiling start: add --no-enforce-eager",
+        honoured=lambda value, asked: (
+            asked.device != "cpu"
+            or value == "1"
+            or ("--enforce-eager" not in asked.options and any(name in asked.options for name in COMPILING))
+        ),
+    ),
     Rule(
         ("--dtype",),
         f"opshim's ops take {', '.join(TAKEN)}",
         honoured=lambda value, asked: DTYPES.get(value, value) in ("auto", *TAKEN),
     ),
     Rule(
-        ("--quantization", "-q"),
+        ("--quantization", "-q", "--quantization-config"),
         "opshim's experts and linear layers take the checkpoint's own weights, not quantized ones",
         (*EXPERTS, "matmul_fp16"),
         lambda value, asked: asked.quantized,
@@ -57,7 +75,7 @@ RULES = (
         lambda value, asked: asked.is_dtype(value),
     ),
     Rule(
-        ("--attention-backend", "--attention-config.backend"),
+        ("--attention-backend", "--attention-config.backend", "-ac.backend"),
         "opshim's attention takes the place of FLASH_ATTN, other backends stay vLLM's",
         ATTENTION,
         lambda value, asked: asked.device == "cpu" or value.upper() == "FLASH_ATTN",
@@ -93,10 +111,10 @@ RULES = (
     ),
     Rule(("--enable-lora",), "opshim's experts know no adapters", EXPERTS[1:]),
     Rule(
-        ("--moe-backend", "--kernel-config.moe-backend"),
+        ("--moe-backend", "--kernel-config.moe_backend"),
         "it asks for vLLM's own experts",
         EXPERTS[1:],
-        lambda value, asked: value == "auto",
+        lambda value, asked: value.lower() == "auto",
     ),
     Rule(
         ("--all2all-backend", "-a2a"),
@@ -131,5 +149,3 @@ def _given(rule: Rule, options, environ: Mapping[str, str]) -> Iterator[tuple[st
         value = options.get(name) if name.startswith("-") else environ.get(name)
         if value is not None:
             yield name, value
-        elif name in ("--speculative-config", "-sc"):  # vLLM takes its fields one by one, too
-            yield from ((text, "") for text in options.given if text.replace("_", "-").startswith(f"{name}."))

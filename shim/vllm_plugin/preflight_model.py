@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
 
 from shim.errors import OpshimError
 from shim.loading import shown
-from shim.vllm_plugin import capacity, checkpoint, honoured
+from shim.vllm_plugin import capacity, checkpoint, honoured, sizes
 from shim.vllm_plugin.checkpoint import human
-from shim.vllm_plugin.findings import TENSOR, Finding, Plan
+from shim.vllm_plugin.findings import PIPELINE, TENSOR, Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, other_plugins, registered
 from shim.vllm_plugin.serve import UNSERVED, USAGE
 
@@ -39,21 +41,22 @@ def model_class(plan: Plan, importing: ImportCheck | None) -> Iterator[Finding]:
 
 
 def arguments(plan: Plan, verdict: Check | None) -> Iterator[Finding]:
-    """The options, by opshim's rules and vLLM's parser, and the tokenizer, by vLLM's loader. `verdict`: of vLLM on
-    both, None where it is not asked."""
+    """The options, by opshim's rules and vLLM's parser, the tokenizer, by vLLM's loader, and the configuration that
+    vLLM makes for its engine. `verdict`: of vLLM on these three, None where it is not asked."""
     problem = verdict and verdict.result()
     name, _, text = (problem or "").partition(": ")
     unknown = [Finding("options", text, code=USAGE)] if name == "options" else []
-    wrong = [*_refused(plan), *_out_of_range(plan.options), *unknown]
+    wrong = [*_refused(plan), *_unreadable(plan.options), *unknown]
     yield from wrong or [Finding("options", "opshim honours all that were given")]
     if verdict:
         yield _tokenizer(plan, problem)
+        yield _engine(plan, problem)
 
 
 def _tokenizer(plan: Plan, problem: str | None) -> Finding:
     name, _, text = (problem or "").partition(": ")
     plugins = other_plugins()
-    if problem is None:
+    if problem is None or name == "engine":
         where = shown(Path(plan.options.get("--tokenizer") or plan.model.path))
         skipped = "--skip-tokenizer-init" in plan.options
         return Finding("tokenizer", "none, as --skip-tokenizer-init" if skipped else f"vLLM loads it from {where}")
@@ -64,6 +67,18 @@ def _tokenizer(plan: Plan, problem: str | None) -> Finding:
     if plugins and "No tokenizer registered" in text:
         return Finding("tokenizer", text, f"left to vLLM, as a plugin ({', '.join(plugins)}) may bring it")
     return Finding("tokenizer", text, code=USAGE)
+
+
+def _engine(plan: Plan, problem: str | None) -> Finding:
+    name, _, text = (problem or "").partition(": ")
+    if problem is None:
+        return Finding("engine", "vLLM configures it")
+    if name != "engine":
+        return Finding("engine", "not checked, as vLLM was not asked any more")
+    text = f"vLLM does not configure it: {text}"
+    if plan.max_model_len:
+        return Finding("engine", text, "left to vLLM, which was asked with another --max-model-len")
+    return Finding("engine", text, code=USAGE)
 
 
 def _refused(plan: Plan) -> Iterator[Finding]:
@@ -81,16 +96,12 @@ def _refused(plan: Plan) -> Iterator[Finding]:
             yield Finding("options", reason, f"vLLM's own code serves instead of {', '.join(rule.ops)}")
 
 
-def _out_of_range(options) -> Iterator[Finding]:
-    """Numbers that vLLM's parser takes, and its engine does not."""
-    for name in ("--max-num-seqs", "--max-num-batched-tokens"):
-        given = options.get(name) or ""
-        if given.isdigit() and int(given) < 1:
-            yield Finding("options", f"{name} must be from 1 on, got {given}", code=USAGE)
-    try:
-        capacity.utilization(options)
-    except OpshimError as error:
-        yield Finding("options", str(error), code=USAGE)
+def _unreadable(options) -> Iterator[Finding]:
+    """Files that vLLM opens once its engine is there, and does not name then."""
+    for name in ("--ssl-certfile", "--ssl-keyfile", "--ssl-ca-certs"):
+        file = options.get(name)
+        if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
+            yield Finding("options", f"{name} {file}: there is no such file, or it cannot be read", code=USAGE)
 
 
 def shapes(plan: Plan) -> Iterator[Finding]:
@@ -98,6 +109,11 @@ def shapes(plan: Plan) -> Iterator[Finding]:
     ranks, heads = capacity.whole(plan.options, 1, *TENSOR), plan.sizes.heads
     if heads % ranks:
         text = f"{heads} heads of attention cannot be shared by {ranks} ranks ({TENSOR[0]})"
+        yield Finding("shapes", text, code=USAGE)
+        return
+    attend = [bool({*kinds} - {sizes.LINEAR}) for kinds in _stages(plan)]
+    if plan.device == "cpu" and len(set(attend)) > 1:  # 0.32 ends: "Workers disagree on supported KV cache layouts"
+        text = f"stage {attend.index(False)} of {PIPELINE[0]} has no layer of full attention, which ends vLLM on a CPU"
         yield Finding("shapes", text, code=USAGE)
         return
     if plan.dtype not in honoured.TAKEN:
@@ -119,6 +135,18 @@ def shapes(plan: Plan) -> Iterator[Finding]:
     parts += [f"states of {s.linear_k} x {s.linear_v}"] * bool(s.linear_layers)
     parts += [f"{s.top_k} of {s.experts} experts"] * bool(s.experts)
     yield Finding("shapes", f"{', '.join(parts)}, in {plan.dtype}: {served} of {len(chains)} ops take them")
+
+
+def _stages(plan: Plan) -> Iterator[tuple[str, ...]]:
+    """The kinds of layers of each stage of the pipeline, shared out as vLLM does: the last stages but one get what is
+    left over."""
+    kinds, stages = plan.sizes.kinds, capacity.whole(plan.options, 1, *PIPELINE)
+    given = plan.environ.get("VLLM_PP_LAYER_PARTITION")
+    each, more = divmod(len(kinds), stages)
+    counts = [each + (2 <= stages - at < more + 2) for at in range(stages)]
+    rest = iter(kinds)
+    for count in map(int, given.split(",")) if given else counts:
+        yield tuple(islice(rest, count))
 
 
 def _refusal(chain, arguments: dict, plan: Plan) -> tuple[str | None, bool]:

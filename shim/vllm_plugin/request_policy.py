@@ -21,7 +21,7 @@ from shim.vllm_plugin import asgi
 from shim.vllm_plugin.json_edit import member, with_member
 
 RULES = {
-    "clamp_max_tokens": "instead of a 400, max_tokens becomes the room left in the context, at least 1",
+    "clamp_max_tokens": "instead of a 400, max_tokens becomes the room left in the context",
     "no_thinking_when_short": "enable_thinking is false where max_tokens is at most 128 and the client did not choose",
     "refuse_large_n": "n above max_num_seqs is a 400",
 }
@@ -73,9 +73,13 @@ class Request:
         self.told[rule] = told
 
     def whole(self, name: str) -> int | None:
-        """A member that is a whole number."""
-        value = self.says.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) else None
+        """A member that is a whole number, as vLLM reads it: 9, 9.0 and "9" are one."""
+        from pydantic import TypeAdapter, ValidationError  # vLLM's, in whose server this runs
+
+        try:
+            return TypeAdapter(int).validate_python(self.says.get(name))
+        except ValidationError:
+            return None
 
     @property
     def limit(self) -> str:
@@ -107,10 +111,10 @@ class RequestPolicy:
         may_clamp = "clamp_max_tokens" in self.rules and (request.whole(request.limit) or 0) > 1
         refusal = await self._pass_on(scope, request, receive, send, hold=400 if may_clamp else None)
         if refusal and await self._clamp(scope, request, receive):
-            await self._pass_on(scope, request, receive, send)
-        else:
-            for message in refusal:
-                await send(message)
+            refused_again = await self._pass_on(scope, request, receive, send, hold=400)
+            refusal = refusal if refused_again else []  # the first one answers what the client sent
+        for message in refusal:
+            await send(message)
 
     async def _pass_on(self, scope, request: Request, receive, send, hold: int | None = None) -> list[asgi.Message]:
         """The server answers the request; an answer of status `hold` is returned instead of sent."""

@@ -19,6 +19,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from types import MappingProxyType
 from typing import TextIO
 
 from shim.errors import OpshimError
@@ -26,7 +27,8 @@ from shim.health import Row, summary
 from shim.vllm_plugin import capacity, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
-from shim.vllm_plugin.honoured import DTYPES
+from shim.vllm_plugin.honoured import COMPILING, DTYPES
+from shim.vllm_plugin.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "models" / "opshim-tiny"
@@ -47,34 +49,6 @@ class Model:
     config: Mapping
 
 
-class Options:
-    """vLLM's own options as given: "--name value", "--name=value" or "--name", with "_" or "-"."""
-
-    def __init__(self, given: Sequence[str]):
-        self.given = list(given)
-
-    def get(self, *names: str) -> str | None:
-        """The value of an option under any of its names, the last where there are several; "" for one without a value,
-        None where it was not given."""
-        for at, text in reversed(list(enumerate(self.given))):
-            if text[:2] in names and not text.startswith("--") and text[2:3] not in ("", "="):
-                return text[2:]  # "-qawq"
-            name, equals, value = text.partition("=")
-            if name.replace("_", "-") in names:
-                follows = next(iter(self.given[at + 1 : at + 2]), "-")
-                return value if equals else follows if re.match(r"[^-]|-\d", follows) else ""
-        return None
-
-    def __contains__(self, name: str) -> bool:
-        return self.get(name) is not None
-
-    def remove(self, name: str) -> None:
-        """An option that is followed by its value, if it was given."""
-        if name in self.given:
-            at = self.given.index(name)
-            del self.given[at : at + 2]
-
-
 def serve(
     arguments: Sequence[str] = (),
     policy: str | None = None,
@@ -93,7 +67,7 @@ def serve(
     rules = () if request_policy is None else request_rules.parse(request_policy)
     if not (dry_run or headless):  # a dry run tells of it together with all else
         check_port(host, port)
-    model = find_model(model, weights=options.get("--load-format") != "dummy")
+    model = find_model(model, options.get("--load-format") != "dummy", options.fields("--hf-overrides"))
     device = check_vllm()
 
     from shim import dispatch, startup, table
@@ -127,7 +101,10 @@ def serve(
 
     print("preflight", flush=True)
     plan = Plan(model, options, dtype, device, chosen.mode, chains)
-    findings = preflight(plan, lambda one: print(one, flush=True), Verdict(model.path, options.given))
+    own = startup.environment(chosen, provider_files)
+    added, variables = defaults(model, options, device)
+    verdict = Verdict([model.path, *added, *options.given], variables | os.environ | own)
+    findings = preflight(plan, lambda one: print(one, flush=True), verdict)
     if not headless:
         try:
             check_port(host, port)
@@ -140,7 +117,6 @@ def serve(
         return _not_started(f"{stop.name}: {stop.text}", stop.code)
     if plan.max_model_len:
         options.given += ["--max-model-len", str(plan.max_model_len)]  # the last one counts
-    own = startup.environment(chosen, provider_files)
     if rules:
         own[request_rules.VARIABLE] = ",".join(rules)
     command, environment = vllm_command(model, options, host, port, device, own)
@@ -150,8 +126,10 @@ def serve(
     selected = {chain.op.name: chain.selected.label for chain in chains}
     scheme = "https" if "--ssl-certfile" in options else "http"
     url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    name = options.get("--served-model-name") or model.name
-    return _run(command, environment, name, url, selected, nodes.of(options))
+    request = {"model": options.get("--served-model-name") or model.name, "prompt": "The ", "max_tokens": 32}
+    hint = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
+    generates = options.get("--runner") != "pooling" and options.get("--convert") in (None, "auto", "none")
+    return _run(command, environment, url, hint if generates else "", selected, nodes.of(options))
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -213,19 +191,20 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def find_model(named: str | None, weights: bool = True) -> Model:
-    """The model's folder, or a name on the Hugging Face hub; ServeError where it is not a servable checkpoint."""
+def find_model(named: str | None, weights: bool = True, overrides: Mapping = MappingProxyType({})) -> Model:
+    """The model's folder, or a name on the Hugging Face hub; ServeError where it is not a servable checkpoint.
+    `overrides`: of its configuration, by --hf-overrides."""
     path = Path(named or BUNDLED).expanduser()
     if not path.is_dir():
         if named and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not Path(named).parent.is_dir():
-            return Model(named, named, False, _read_config(_from_hub(named), named))
+            return Model(named, named, False, _read_config(_from_hub(named), named, overrides))
         raise ServeError(f"model folder {path} {'is a file' if path.exists() else 'does not exist'}")
     if not (path / "config.json").is_file():
         raise ServeError(f"model folder {path} has no config.json")
     if weights and not any(True for kind in ("*.safetensors", "*.bin") for _ in path.glob(kind)):
         raise ServeError(f"model folder {path} has no weights (*.safetensors or *.bin)")
     path = path.resolve()
-    return Model(str(path), path.name, True, _read_config(path / "config.json", str(path)))
+    return Model(str(path), path.name, True, _read_config(path / "config.json", str(path), overrides))
 
 
 def _from_hub(name: str) -> Path:
@@ -238,14 +217,16 @@ def _from_hub(name: str) -> Path:
         raise ServeError(f"model {name} is no folder, and the Hugging Face hub does not give it: {first}") from None
 
 
-def _read_config(path: Path, model: str) -> Mapping:
+def _read_config(path: Path, model: str, overrides: Mapping) -> Mapping:
     try:
         config = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ServeError(f"config.json of {model} is not JSON: {error}") from None
-    if not isinstance(config, dict) or not config.get("architectures"):
-        raise ServeError(f"config.json of {model} names no architecture")
-    sizes.check_types(config, f"config.json of {model}")
+    where = f"config.json of {model}{' with --hf-overrides' if overrides else ''}"
+    config = sizes.overridden(config, overrides) if isinstance(config, dict) else {}
+    if not config.get("architectures"):
+        raise ServeError(f"{where} names no architecture")
+    sizes.check_types(config, where)
     if not _architecture(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
         raise ServeError(f"opshim serves no op of {_architecture(config)} ({model})")
     return config
@@ -267,36 +248,43 @@ def served_dtype(config: Mapping, dtype: str) -> str:
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
 
 
+def defaults(model: Model, options: Options, device: str) -> tuple[list[str], dict[str, str]]:
+    """Options and variables that `serve` gives to vLLM where the user did not."""
+    arguments, variables = [], {"VLLM_NO_USAGE_STATS": "1"}
+    if model.local:
+        variables["HF_HUB_OFFLINE"] = "1"
+        if "--served-model-name" not in options:
+            arguments += ["--served-model-name", model.name]
+    if device == "cpu":
+        if "--kv-cache-memory-bytes" not in options:
+            variables[capacity.CPU_SPACE] = capacity.DEFAULT_SPACE  # vLLM takes it before that option
+        if not any(name in options for name in ("--enforce-eager", *COMPILING)):
+            arguments += ["--enforce-eager"]
+            variables["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
+    elif util.find_spec("flashinfer_jit_cache") is None:
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else nvcc compiles it first, for 100 s
+    return arguments, variables
+
+
 def vllm_command(
     model: Model, options: Options, host: str, port: int, device: str, own: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of vLLM's `serve`; what the user gave wins over each default. `own`: opshim's variables.
     Both are told, as a line that can be run by hand."""
+    arguments, variables = defaults(model, options, device)
     command = [sys.executable, "-m", launch.__name__, model.path]
     if "--headless" not in options:
         command += ["--host", host, "--port", str(port)]
-    defaults = {"VLLM_NO_USAGE_STATS": "1"}
-    if model.local:
-        defaults["HF_HUB_OFFLINE"] = "1"
-        if "--served-model-name" not in options:
-            command += ["--served-model-name", model.name]
-    if device == "cpu":
-        if "--kv-cache-memory-bytes" not in options:
-            defaults[capacity.CPU_SPACE] = capacity.DEFAULT_SPACE  # vLLM takes it before that option
-        if not any(name in options for name in ("--enforce-eager", "--no-enforce-eager", "--compilation-config", "-O")):
-            command += ["--enforce-eager"]
-            defaults["TORCH_COMPILE_DISABLE"] = "1"  # eager to the end: else the first logprobs wait for a compiler
-    elif util.find_spec("flashinfer_jit_cache") is None:
-        defaults["VLLM_USE_FLASHINFER_SAMPLER"] = "0"  # else nvcc compiles it first, for 100 s
+    command += arguments
     if request_rules.VARIABLE in own:
         command += ["--middleware", request_rules.PATH]
-    environment = defaults | os.environ | own
+    environment = variables | os.environ | own
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "opshim" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},opshim"
     command += options.given
     theirs = (name for name in os.environ if name.startswith(("OPSHIM_", "VLLM_")) and name != "VLLM_API_KEY")
-    names = dict.fromkeys([*defaults, *own, *theirs])  # an empty one is none
+    names = dict.fromkeys([*variables, *own, *theirs])  # an empty one is none
     line = [f"{name}={shlex.quote(environment[name])}" for name in names if environment[name]]
     say(" ".join([*line, shlex.join(command)]))
     return command, environment
@@ -315,8 +303,8 @@ def _show_hooks(device: str, needed: Sequence[str]) -> None:
 def _run(
     command: list[str],
     environment: dict[str, str],
-    name: str,
     url: str,
+    hint: str,
     selected: Mapping[str, str],
     node: nodes.Node | None,
 ) -> int:
@@ -330,9 +318,9 @@ def _run(
         if headless:
             say(f"{node} has joined {node.leader} after {seconds:.0f} s; Ctrl-C stops it")
             return
-        request = json.dumps({"model": name, "prompt": "The ", "max_tokens": 32})
-        say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it. Try:")
-        print(f"  curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{request}'", flush=True)
+        say(f"ready on {url} after {seconds:.0f} s; Ctrl-C stops it{'. Try:' if hint else ''}")
+        if hint:
+            print(f"  {hint}", flush=True)
 
     def stopping(number: signal.Signals, seconds: float) -> None:
         say(f"{number.name}: stopping vLLM, which has {seconds:.0f} s; another signal kills it")

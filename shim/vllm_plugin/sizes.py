@@ -48,6 +48,19 @@ def text_of(config: Mapping) -> Mapping:
     return config.get("text_config") or config
 
 
+def overridden(config: Mapping, overrides: Mapping) -> dict:
+    """A configuration with vLLM's --hf-overrides: what is said of a part of the model (text_config) is merged into it,
+    all else replaces what was there."""
+    nested = {name for name in overrides if name.endswith("_config") and name != "quantization_config"}
+    return {**config, **overrides, **{name: _merged(config.get(name), overrides[name]) for name in nested}}
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
+
+
 def check_types(config: Mapping, where: str) -> None:
     """ConfigError for a field that is not of its kind; what is absent is no error. `where`: how to call the file."""
 
