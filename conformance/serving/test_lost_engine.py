@@ -16,6 +16,8 @@ from conformance.meta.test_runner_serve import is_gone
 from conformance.serving import engines
 from shim.vllm_plugin import status
 
+USER = [{"role": "user", "content": "hi"}]
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -92,12 +94,16 @@ def test_a_node_whose_leader_is_gone_ends_and_leaves_nothing(nodes):
 
 
 def test_a_killed_engine_ends_the_server_with_its_cause_and_leaves_nothing(server):
+    client = openai.OpenAI(base_url=server.ready(), api_key="none", max_retries=0)
+    with pytest.raises(openai.BadRequestError):  # whose text vLLM logs as an error, and which is not the cause
+        client.post("/messages", cast_to=object, body={"model": "opshim-tiny", "max_tokens": 5000, "messages": USER})
+    assert "VLLMValidationError" in "".join(server.log)
     left = processes(server)
     engine = next(pid for pid, name in left.items() if "EngineCore" in name)
     os.kill(engine, signal.SIGKILL)
     assert server.process.wait(timeout=90) == 1
     server.stop(signal.SIGTERM)
-    assert re.search(r"opshim: vLLM .*: engine core exited unexpectedly: killed, or out of memory\?", server.log[-1])
+    assert re.search(r"opshim: vLLM ended with code \d+: engine core exited unexpectedly: killed, or out of memory\?", server.log[-1])
     assert len(left) >= 2 and all(is_gone(pid) for pid in left)
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
