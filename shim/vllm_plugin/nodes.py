@@ -7,6 +7,7 @@ folder, where /metrics and the table at the end add up what lies there.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -21,7 +22,7 @@ from shim.vllm_plugin.capacity import whole
 
 COUNT, RANK, DATA = ("--nnodes", "-n"), ("--node-rank", "-r"), ("--data-parallel-size", "-dp")
 PAUSE = 1.0  # seconds between two visits to the store
-SILENCE = 10.0  # seconds without an answer after which the store is gone: an engine that starts anew takes longer
+SILENCE = 10.0  # seconds after which a store that nobody answers for is gone: an engine that starts anew takes longer
 PATIENCE = 2.0  # seconds for one answer
 
 
@@ -64,6 +65,7 @@ class Guest:
 
     def __init__(self, node: Node, run_dir: str | Path):
         self.node, self.run_dir, self.heard = node, Path(run_dir), None
+        self.name = self._owner = f"process {os.getpid()} on {socket.gethostname()}"  # who this node is in the store
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._visit, daemon=True)
 
@@ -81,14 +83,26 @@ class Guest:
 
     @property
     def trouble(self) -> str:
+        if self._owner != self.name:
+            return f"{self._owner} has joined {self.node.leader} as {self.node} already"
         silent = self.heard is not None and time.monotonic() - self.heard > SILENCE
-        return f"{self.node.leader} is gone" if silent else ""
+        return f"{self.node.leader} is gone" if silent and not self._listens() else ""
+
+    def _listens(self) -> bool:
+        """Whether anyone does at the master port: also a leader that is stopped for a while and answers later, in which
+        a visit stays as long (torch's client has no limit for it)."""
+        try:
+            socket.create_connection((self.node.host, self.node.port), PATIENCE).close()
+            return True
+        except (OSError, ValueError, OverflowError):  # the last two: what is no name, or no port
+            return False
 
     def _visit(self) -> None:
         while not self._left.wait(PAUSE):
             try:
-                self._exchange()
-                self.heard = time.monotonic()
+                if self._listens():  # torch's client logs a page of C++ where nobody does
+                    self._exchange()
+                    self.heard = time.monotonic()
             except (OSError, RuntimeError):  # the second is torch's
                 pass  # it is not there yet, or no more: `trouble` tells
 
@@ -96,11 +110,12 @@ class Guest:
         from torch.distributed import TCPStore
 
         where, patience = (self.node.host, self.node.port), timedelta(seconds=PATIENCE)
-        socket.create_connection(where, PATIENCE).close()  # torch's client logs a page of C++ where nobody listens
         store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=patience)
         keys = {rank: f"opshim/node{rank}" for rank in range(self.node.count)}
         if self.node.rank:
-            store.set(keys[self.node.rank], packed(self.run_dir))
+            self._owner = store.compare_set(f"{keys[self.node.rank]}/owner", "", self.name).decode()
+            if self._owner == self.name:
+                store.set(keys[self.node.rank], packed(self.run_dir))
             return
         for rank, key in keys.items():
             if store.check([key]):
