@@ -147,8 +147,8 @@ class Supervisor:
             if not self.ready and not deadline and self.watched.is_ready(child.pid):
                 self.ready = True
                 self.on_ready(time.monotonic() - started)
-            if not deadline and self.watched.trouble:
-                self.trouble, deadline = self.watched.trouble, time.monotonic() + GRACE_OF_START
+            if not deadline and (trouble := self.watched.trouble):
+                self.trouble, deadline = trouble, time.monotonic() + GRACE_OF_START
                 child.send_signal(signal.SIGTERM)
             if deadline:
                 time.sleep(0.1)
