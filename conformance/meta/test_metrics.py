@@ -13,9 +13,10 @@ from shim.dispatch import Chain
 from shim.health import CALLS, IS_OPEN, Counters
 from shim.policy import Policy
 from shim.vllm_plugin import status
-from shim.vllm_plugin.metrics import Collector
+from shim.vllm_plugin.metrics import Collector, install
 
 prometheus_client = pytest.importorskip("prometheus_client", reason="prometheus_client comes with vLLM")
+multiprocess = pytest.importorskip("prometheus_client.multiprocess")
 
 
 def scraped(folder) -> str:
@@ -35,6 +36,23 @@ def test_calls_of_all_processes_are_added_up(tmp_path):
     assert 'opshim_breaker_open{candidate="native:jit",op="moe_sum"} 2.0' in text
     (row,) = status.read(text)
     assert (row["op"], row["candidate"], row["calls"], row["breaker_open"]) == ("moe_sum", "native:jit", 7, 2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_every_api_server_has_them_once(tmp_path, monkeypatch, shared):
+    """Several API servers read their metrics from files that all write to, through a registry that each makes anew."""
+    mine = Counters()
+    mine.open(tmp_path)
+    mine.values[mine.slot("moe_sum", "native:jit") + CALLS] = 3
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(multiprocess, "MultiProcessCollector", multiprocess.MultiProcessCollector)  # put back at the end
+    monkeypatch.setattr(prometheus_client, "REGISTRY", prometheus_client.CollectorRegistry())
+    install(tmp_path)
+    registry = prometheus_client.CollectorRegistry() if shared else prometheus_client.REGISTRY
+    if shared:
+        multiprocess.MultiProcessCollector(registry)
+    text = prometheus_client.generate_latest(registry).decode()
+    assert text.count('opshim_calls_total{candidate="native:jit",op="moe_sum"} 3.0') == 1
 
 
 @pytest.mark.parametrize(("wish", "counted"), [("1", 1), ("0", 0)])

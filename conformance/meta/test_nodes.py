@@ -1,6 +1,7 @@
 """One engine over several machines: which of them `serve` is, whom it waits for, whose calls it counts."""
 
 import signal
+import socket
 import time
 
 import pytest
@@ -60,6 +61,9 @@ def test_the_preflight_tells_which_node_it_is(look):
     told = look(*follower)[1]
     free(told)
     assert told["nodes"][0].text == "node 1 of 2, joins node 0 at 10.0.0.1:29501"
+    with socket.create_server(("0.0.0.0", 0)) as other:
+        port = str(other.getsockname()[1])
+        stops(look("--nnodes", "2", "-tp", "2", "--master-port", port)[1], "nodes", f"port {port}: Address already in use")
     stops(look("--headless")[1], "nodes", "node 0 serves")
     assert "nodes" not in look()[1]
 
@@ -96,6 +100,66 @@ def test_a_leader_is_gone_only_when_it_is_silent_for_long(tmp_path, monkeypatch)
         again = open_store(port)
         wait_for(lambda: not guest.trouble)
         del again
+
+
+def test_a_leader_that_is_stopped_for_a_while_is_waited_for(tmp_path, monkeypatch):
+    """It takes connections, as its kernel does, and answers nothing; also where nothing but a stranger ever listened."""
+    for name, value in (("PAUSE", 0.05), ("SILENCE", 0.3), ("PATIENCE", 0.5)):
+        monkeypatch.setattr(nodes, name, value)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        guest = nodes.Guest(nodes.Node(1, 2, "127.0.0.1", stopped.getsockname()[1], True), tmp_path)
+        with guest:
+            time.sleep(0.5)
+            assert not guest.is_ready(0) and not guest.trouble  # nobody has led it yet
+            guest.heard = time.monotonic() - 60
+            assert not guest.trouble
+        assert guest.heard < time.monotonic() - 60  # the visit lasts
+    assert "is gone" in guest.trouble
+
+
+def test_a_node_is_there_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "PAUSE", 0.05)
+    store = open_store()
+    folders = [tmp_path / name for name in ("node0", "node1", "again")]
+    for folder, calls in zip(folders, (1, 7, 500)):
+        count(folder, calls)
+    leader, first = (nodes.Node(rank, 2, "127.0.0.1", store.port, rank > 0) for rank in range(2))
+    with nodes.Guest(leader, folders[0]), nodes.Guest(first, folders[1]) as node:
+        wait_for(lambda: [row.calls for row in summary(folders[0])] == [8])
+        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
+        with nodes.Guest(first, folders[2]) as again:
+            wait_for(lambda: again.trouble)
+        assert again.trouble == f"{node.name} has joined node 0 at 127.0.0.1:{store.port} as node 1 of 2 already"
+        assert not node.trouble and [row.calls for row in summary(folders[0])] == [8]
+
+
+def test_a_host_that_is_no_name_breaks_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "PAUSE", 0.01)
+    with nodes.Guest(nodes.Node(1, 2, "a..b", 9, True), tmp_path) as guest:
+        time.sleep(0.2)
+        assert guest._thread.is_alive() and not guest.trouble
+
+
+def test_nodes_of_different_options_do_not_join(tmp_path, monkeypatch):
+    """vLLM lets them, and a request above the shorter length is never answered."""
+    monkeypatch.setattr(nodes, "PAUSE", 0.05)
+    store = open_store()
+    given = ["--nnodes", "2", "--master-port", str(store.port), "--port", "1"]
+    other = ["--headless", "--node-rank", "1"]
+    short, same, leader = (
+        nodes.of(Options([*given, *options, "--dtype=half"]))
+        for options in ([*other, "--max-model-len", "64"], other, ["--api-server-count", "2"])
+    )
+    with nodes.Guest(leader, tmp_path):
+        wait_for(lambda: store.check(["opshim/options"]))
+        with nodes.Guest(same, tmp_path) as guest:
+            wait_for(lambda: guest.heard)
+            assert not guest.trouble
+        store.delete_key("opshim/node1/process")
+        with nodes.Guest(short, tmp_path) as guest:
+            wait_for(lambda: guest.heard)
+    told = "was given --dtype half, and node 1 of 2 --max-model-len 64 --dtype half: give all nodes the same"
+    assert guest.trouble == f"node 0 at 127.0.0.1:{store.port} {told}"
 
 
 def test_a_leader_that_was_never_there_is_waited_for(tmp_path, monkeypatch):

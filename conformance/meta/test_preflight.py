@@ -401,4 +401,28 @@ def test_an_option_with_a_wrong_value_is_named():
     ):
         ended._note(line)
     (cause,) = ended.causes
-    assert cause.endswith(": max_num_batched_tokens: Input should be greater than or equal to 1")
+    assert cause.words.endswith(": max_num_batched_tokens: Input should be greater than or equal to 1")
+
+
+REFUSED = "(ApiServer_1 pid=7) ERROR 12-01 [api_router.py:75] vllm.exceptions.VLLMValidationError: max_tokens=5000"
+LOST = "(APIServer pid=7) WARNING 12-01 [x.py:8] [shutdown] MPClient: engine core exited unexpectedly; cleanup"
+FATAL = "(EngineCore pid=8) ERROR 12-01 [core.py:3] RuntimeError: no such block"
+
+
+@pytest.mark.parametrize(
+    ("was_ready", "lines", "told"),
+    [
+        (True, [*[(60, REFUSED)] * 200, (20, REFUSED), (1, LOST)], "engine core exited unexpectedly: killed"),
+        (True, [(1, REFUSED), (1, FATAL), (1, LOST)], "RuntimeError: no such block"),
+        (True, [(60, FATAL)], ""),
+        (True, [(1, "OSError: the socket is gone"), (1, "RuntimeError: see above")], "OSError: the socket"),
+        (False, [(60, "ValueError: no room"), (1, FATAL), (1, LOST)], "ValueError: no room"),
+    ],
+)
+def test_the_cause_of_an_end_is_no_request_that_was_refused(monkeypatch, was_ready, lines, told):
+    """Lines of the log, each with the seconds from it to the end."""
+    ended = Supervisor(Server("http://127.0.0.1:9/health"), on_ready=print, on_stop=print, ready=was_ready)
+    for before, line in lines:
+        monkeypatch.setattr("time.monotonic", lambda before=before: 100.0 - before)
+        ended._note(line)
+    assert ended._cause(100.0).startswith(told) and bool(ended._cause(100.0)) == bool(told)

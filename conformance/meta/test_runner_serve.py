@@ -223,9 +223,9 @@ def test_a_child_that_ignores_the_signal_is_ended_by_a_second_one(serve):
 @pytest.mark.parametrize(
     ("behaviour", "told"),
     [
-        ("dies", "ended by itself with code 0: ValueError: no room for the cache"),
+        ("dies", "ended with code 0: ValueError: no room for the cache"),
         ("crashes", "ended by signal 11"),
-        ("loses", "ended by itself with code 0: engine core exited unexpectedly: killed, or out of memory?"),
+        ("loses", "ended with code 0: engine core exited unexpectedly: killed, or out of memory?"),
     ],
 )
 def test_a_child_that_ends_by_itself_is_a_failure_with_its_cause(serve, behaviour, told):

@@ -14,8 +14,6 @@ import sys
 import threading
 from importlib import metadata
 
-from shim.vllm_plugin import metrics
-
 LIFELINE = "OPSHIM_LIFELINE"
 
 
@@ -27,8 +25,6 @@ def main() -> None:
     sys.argv = ["vllm", "serve", *sys.argv[1:]]
     name_distribution()
     _whole_names()
-    if os.environ.get("OPSHIM_RUN_DIR"):
-        metrics.install(os.environ["OPSHIM_RUN_DIR"])
     from vllm.entrypoints.cli.main import main as vllm
 
     vllm()

@@ -64,7 +64,16 @@ class Collector:
 
 
 def install(run_dir: str | Path) -> None:
-    """Registers the collector where vLLM's /metrics looks."""
-    from prometheus_client import REGISTRY
+    """Puts the collector where this process's /metrics looks: the registry, or, of a server that shares its metrics with
+    others (PROMETHEUS_MULTIPROC_DIR: several API servers), a new one that only reads what all wrote into files."""
+    from prometheus_client import REGISTRY, multiprocess
 
-    REGISTRY.register(Collector(run_dir))
+    ours = Collector(run_dir)
+
+    class Shared(multiprocess.MultiProcessCollector):
+        def collect(self) -> Iterator:
+            yield from super().collect()
+            yield from ours.collect()
+
+    multiprocess.MultiProcessCollector = Shared
+    REGISTRY.register(ours)

@@ -7,6 +7,7 @@ folder, where /metrics and the table at the end add up what lies there.
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 import time
@@ -20,8 +21,10 @@ from shim.health import packed, standings
 from shim.vllm_plugin.capacity import whole
 
 COUNT, RANK, DATA = ("--nnodes", "-n"), ("--node-rank", "-r"), ("--data-parallel-size", "-dp")
+# Where the nodes were given different ones, requests may hang, with no word on node 0.
+SAME = ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--dtype", "--kv-cache-dtype")
 PAUSE = 1.0  # seconds between two visits to the store
-SILENCE = 10.0  # seconds without an answer after which the store is gone: an engine that starts anew takes longer
+SILENCE = 10.0  # seconds after which a store that nobody answers for is gone: an engine that starts anew takes longer
 PATIENCE = 2.0  # seconds for one answer
 
 
@@ -32,6 +35,7 @@ class Node:
     host: str  # of the store
     port: int
     headless: bool
+    same: str = ""  # those of the options SAME that it was given
 
     def __str__(self) -> str:
         return f"node {self.rank} of {self.count}"
@@ -56,7 +60,8 @@ def of(options) -> Node | None:
     if not headless and int(rank) and engines == 1:
         raise OpshimError(f"{RANK[0]} {rank} needs --headless: only node 0 serves")
     host = options.get("--master-addr") or "127.0.0.1"
-    return Node(int(rank), count, host, port, headless) if count > 1 else None
+    same = " ".join(f"{name} {options.get(name)}" for name in SAME if name in options)
+    return Node(int(rank), count, host, port, headless, same) if count > 1 else None
 
 
 class Guest:
@@ -64,6 +69,8 @@ class Guest:
 
     def __init__(self, node: Node, run_dir: str | Path):
         self.node, self.run_dir, self.heard = node, Path(run_dir), None
+        self.name = f"process {os.getpid()} on {socket.gethostname()}"  # in the store
+        self._refused = ""
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._visit, daemon=True)
 
@@ -82,13 +89,23 @@ class Guest:
     @property
     def trouble(self) -> str:
         silent = self.heard is not None and time.monotonic() - self.heard > SILENCE
-        return f"{self.node.leader} is gone" if silent else ""
+        return self._refused or (f"{self.node.leader} is gone" if silent and not self._listens() else "")
+
+    def _listens(self) -> bool:
+        """Whether anyone does at the master port: also a leader that is stopped for a while and answers later, in which
+        a visit stays as long (torch's client has no limit for it)."""
+        try:
+            socket.create_connection((self.node.host, self.node.port), PATIENCE).close()
+            return True
+        except (OSError, ValueError):  # the second: "a..b" is no name
+            return False
 
     def _visit(self) -> None:
         while not self._left.wait(PAUSE):
             try:
-                self._exchange()
-                self.heard = time.monotonic()
+                if self._listens():  # torch's client logs a page of C++ where nobody does
+                    self._exchange()
+                    self.heard = time.monotonic()
             except (OSError, RuntimeError):  # the second is torch's
                 pass  # it is not there yet, or no more: `trouble` tells
 
@@ -96,15 +113,28 @@ class Guest:
         from torch.distributed import TCPStore
 
         where, patience = (self.node.host, self.node.port), timedelta(seconds=PATIENCE)
-        socket.create_connection(where, PATIENCE).close()  # torch's client logs a page of C++ where nobody listens
         store = TCPStore(*where, is_master=False, wait_for_workers=False, timeout=patience)
-        keys = {rank: f"opshim/node{rank}" for rank in range(self.node.count)}
+        mine, options = f"opshim/node{self.node.rank}", "opshim/options"
         if self.node.rank:
-            store.set(keys[self.node.rank], packed(self.run_dir))
+            self._refused = self._refusal(store, f"{mine}/process", options)
+            if not self._refused:
+                store.set(mine, packed(self.run_dir))
             return
-        for rank, key in keys.items():
-            if store.check([key]):
+        store.set(options, self.node.same)
+        for rank in range(1, self.node.count):
+            if store.check([f"opshim/node{rank}"]):
                 file = self.run_dir / f"calls-of-node{rank}.bin"
                 part = file.with_suffix(".part")
-                part.write_bytes(store.get(key))
+                part.write_bytes(store.get(f"opshim/node{rank}"))
                 part.replace(file)  # whoever adds up sees no half of it
+
+    def _refusal(self, store, process: str, options: str) -> str:
+        """Why this node may not join that store, "" where it may."""
+        first = store.compare_set(process, "", self.name).decode()
+        if first != self.name:
+            return f"{first} has joined {self.node.leader} as {self.node} already"
+        given = store.get(options).decode() if store.check([options]) else self.node.same
+        if given != self.node.same:
+            told = [one or f"none of {', '.join(SAME)}" for one in (given, self.node.same)]
+            return f"{self.node.leader} was given {told[0]}, and {self.node} {told[1]}: give all nodes the same"
+        return ""

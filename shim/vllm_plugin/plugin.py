@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from shim import plugins, policy, variables
 from shim.errors import OpshimError
-from shim.vllm_plugin import hooking, versions
+from shim.vllm_plugin import hooking, metrics, versions
 from shim.vllm_plugin.versions import Hook, HookError
 
 COPIED = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
@@ -47,6 +47,8 @@ def _register() -> None:
     _reach_other_machines(os.environ)
     plugins.load_all()
     policy.current().validate()
+    if os.environ.get("OPSHIM_RUN_DIR"):
+        metrics.install(os.environ["OPSHIM_RUN_DIR"])
     platform = _name(current_platform)
     if not hooks(platform):
         hooking.miss("every layer", f"opshim has no hooks for vLLM's platform {platform}")

@@ -24,7 +24,7 @@ from shim.vllm_plugin import capacity, nodes, preflight_model, sizes
 from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.findings import Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, registered
-from shim.vllm_plugin.serve import USAGE
+from shim.vllm_plugin.serve import USAGE, check_port
 
 LEAST_DISK = 64 * 2**20  # bytes that have to be free where something is written
 NODES = Path("/sys/devices/system/node")  # of memory, a folder each
@@ -91,6 +91,8 @@ def device(plan: Plan) -> Iterator[Finding]:
 def node(plan: Plan) -> Iterator[Finding]:
     """Of several machines that one engine runs on."""
     found = nodes.of(plan.options)
+    if found and not found.rank:
+        check_port("0.0.0.0", found.port)
     if found:
         yield Finding("nodes", f"{found}, {f'joins {found.leader}' if found.rank else 'which the others join'}")
 

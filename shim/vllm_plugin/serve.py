@@ -336,7 +336,7 @@ def _run(
     if end.trouble:
         say(f"vLLM was stopped{'' if end.was_ready else ' before it was ready'}: {end.trouble}", sys.stderr)
         return DIED
-    how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended by itself with code {end.code}"
+    how = f"was ended by signal {-end.code}" if end.code < 0 else f"ended with code {end.code}"
     say(f"vLLM {how}: {end.cause or 'no cause in its log'}", sys.stderr)
     return DIED
 

@@ -28,7 +28,7 @@ def status(url: str, as_json: bool = False) -> int:
         print(f"status: {address}: {why}", file=sys.stderr)
         return 2
     if not rows:
-        print(f"status: {address} has no opshim_ metrics: the server was not started by runner.py serve", file=sys.stderr)
+        print(f"status: {address} has no opshim_ metrics, which a server has that runner.py serve started", file=sys.stderr)
         return 2
     print(json.dumps(rows, indent=2) if as_json else table(rows))
     return 1 if any(row["breaker_open"] or row["non_finite"] for row in rows) else 0

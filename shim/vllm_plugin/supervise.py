@@ -26,16 +26,18 @@ _CAUSE = re.compile(
     r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?"
     r"(?P<words>opshim: .*|\b[\w.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$"
 )
+RECENT = 30.0  # seconds before its end in which one that was ready has logged the cause
 _LOST = re.compile(r"\b(?P<words>(?:worker|engine ?core)\b[\w -]* (?:died|exited) unexpectedly)", re.IGNORECASE)
 _INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+$")  # the field and the words are in the next two
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[\S+\])?")  # of a process of vLLM
+_ENGINE = re.compile(r"\((?:EngineCore|Worker)\w* pid=")
 _LISTENS = "0A"  # in /proc/net/tcp
 
 
 @dataclass
 class End:
     """How the child ended: its exit code, the signal that this process was stopped by (None: it ended by itself), the
-    first line of its log that looks like a cause, the trouble that this process stopped it for, and whether it had been
+    line of its log that looks most like the cause, the trouble that this process stopped it for, and whether it had been
     ready."""
 
     code: int
@@ -77,6 +79,16 @@ class Server:
 
 
 @dataclass
+class Cause:
+    """A line of the log that may say why it ends."""
+
+    words: str
+    rank: int  # 0 the engine's own, 1 that it is lost, 2 any other, and a refused request is one of these
+    at: float
+    owed: int  # the lines after it that still belong to it
+
+
+@dataclass
 class Supervisor:
     """`run(...)` returns when the child and all of its process group are gone."""
 
@@ -85,8 +97,7 @@ class Supervisor:
     on_stop: Callable[[signal.Signals, float], None]  # called once with the signal and the seconds the child has to end
     stop: threading.Event = field(default_factory=threading.Event)
     signals: list[signal.Signals] = field(default_factory=list)
-    causes: list[str] = field(default_factory=list)
-    owed: int = 0  # lines that still belong to the last cause
+    causes: list[Cause] = field(default_factory=list)
     trouble: str = ""
     ready: bool = False
 
@@ -109,6 +120,7 @@ class Supervisor:
             log = threading.Thread(target=self._pass_on, args=(child.stdout,), daemon=True)
             log.start()
             self._watch(child)
+            ended = time.monotonic()
             _clear(child.pid)
             log.join(timeout=5)
         finally:
@@ -116,8 +128,7 @@ class Supervisor:
             for number, handler in before.items():
                 signal.signal(number, handler)
         first = self.signals[0] if self.signals else None
-        cause = self.causes[0] if self.causes else ""
-        return End(child.returncode, first, cause, self.trouble, self.ready)
+        return End(child.returncode, first, self._cause(ended), self.trouble, self.ready)
 
     def _stopped(self, number, frame) -> None:
         self.signals.append(signal.Signals(number))
@@ -136,8 +147,8 @@ class Supervisor:
             if not self.ready and not deadline and self.watched.is_ready(child.pid):
                 self.ready = True
                 self.on_ready(time.monotonic() - started)
-            if not deadline and self.watched.trouble:
-                self.trouble, deadline = self.watched.trouble, time.monotonic() + GRACE_OF_START
+            if not deadline and (trouble := self.watched.trouble):
+                self.trouble, deadline = trouble, time.monotonic() + GRACE_OF_START
                 child.send_signal(signal.SIGTERM)
             if deadline:
                 time.sleep(0.1)
@@ -158,13 +169,20 @@ class Supervisor:
                 self._note(text.decode(errors="replace"))
 
     def _note(self, line: str) -> None:
-        cause = cause_in(line)
-        if cause and len(self.causes) < 100:
-            self.causes.append(cause)
-            self.owed = 2 if _INVALID.search(cause) else 0
-        elif self.owed and not cause:
-            self.owed -= 1
-            self.causes[-1] += f": {_PREFIX.sub('', line).partition(' [type=')[0].strip()}"
+        now, words = time.monotonic(), cause_in(line)
+        while self.ready and self.causes and self.causes[0].at < now - RECENT:
+            del self.causes[0]
+        if words:
+            rank = 0 if _ENGINE.match(line) else 1 if _LOST.search(line) else 2
+            self.causes.append(Cause(words, rank, now, 2 if _INVALID.search(words) else 0))
+        elif self.causes and self.causes[-1].owed:
+            self.causes[-1].owed -= 1
+            self.causes[-1].words += f": {_PREFIX.sub('', line).partition(' [type=')[0].strip()}"
+
+    def _cause(self, ended: float) -> str:
+        """Of a start the first one, which the others follow from; later what the engine said, or who lost it."""
+        late = [one for one in self.causes if not self.ready or one.at > ended - RECENT]
+        return min(late, key=lambda one: self.ready and one.rank).words if late else ""
 
 
 def cause_in(line: str) -> str | None:
