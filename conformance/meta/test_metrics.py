@@ -87,7 +87,7 @@ def test_a_url_without_opshim_is_said_so(capsys):
     threading.Thread(target=server.serve_forever, daemon=True).start()
     assert status.status(f"http://127.0.0.1:{server.server_port}/v1") == 2
     server.shutdown()
-    assert "has no opshim_ metrics" in capsys.readouterr().err
+    assert "has no opshim_ metrics, which a server has that runner.py serve started\n" in capsys.readouterr().err
     assert status.status("http://127.0.0.1:9") == 2
 
 
