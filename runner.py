@@ -20,7 +20,7 @@ CHOICES = click.option(
 )
 OPS = click.option("--op", "ops", multiple=True, metavar="OP", help="Only this op (repeatable; default: all).")
 POLICY = click.option("--policy", metavar="[strict|auto|reference]", help="Who may serve; see README.")
-DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda (conform: or all that are here).")
+DEVICE = click.option("--device", default="cpu", show_default=True, help="cpu or cuda.")
 JSON = click.option("--json", "json_out", metavar="OUT", help="Write the results here (bench: a plot beside it).")
 
 
@@ -217,7 +217,7 @@ def bench(ops, **options):
 @OPS
 @click.option("--provider", multiple=True, default=["native"], show_default=True, callback=only, help="Whose to prove.")
 @FILES
-@DEVICE
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda, or all (those that are here).")
 @click.option("--level", default="quick", show_default=True, help="quick, standard or exhaustive; see README.")
 @click.option("--seed", default=0, show_default=True)
 @JSON
@@ -227,7 +227,8 @@ def conform(ops, certificates, **options):
     """Prove that a provider's implementations equal the references, and certify those that do.
 
     \b
-    Exit code: 0 all passed, 1 any failure, 2 wrong usage. What the provider refuses, with a reason, is no failure.
+    Exit code: 0 all passed, 1 any failure, or nothing ran, 2 wrong usage. What the provider refuses, with a reason, is
+    no failure.
 
     \b
     Example:  python runner.py conform --op moe_sum

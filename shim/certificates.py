@@ -108,10 +108,14 @@ def findings(device: str) -> list[tuple[Path, str]]:
         fingerprint = devices.describe(device).fingerprint
     except OpshimError as error:
         return [(folder, str(error)) for folder in folders()]
-    found = [(folder, len(list((folder / fingerprint).glob("*.json")))) for folder in folders()]
-    return [
-        (folder, f"{count or 'none'} for {fingerprint}" if folder.is_dir() else "not there") for folder, count in found
-    ]
+    return [(folder, _counted(folder / fingerprint) if folder.is_dir() else "not there") for folder in folders()]
+
+
+def _counted(folder: Path) -> str:
+    records = [_read(file) for file in folder.glob("*.json")]
+    passed = sum(isinstance(record, dict) and record["verdict"] == "pass" for record in records)
+    others = f", {len(records) - passed} of failures" if len(records) > passed else ""
+    return f"{passed or 'none'} for {folder.name}{others}"
 
 
 def _file(op: str, provider: str, build: str) -> str:

@@ -205,7 +205,8 @@ def table_line(cells: Sequence[str]) -> str:
 REPORT = """# What the suite is worth
 
 Wrong implementations (`conformance/mutants/wrong`), and how many of them each way of testing convicts. Made by
-`python runner.py mutants`; `conformance/mutants/worth.py` says how each way was used. The last row counts right
+`python runner.py mutants` (with gpucheck 0.1.0 from PyPI installed; else that column says so);
+`conformance/mutants/worth.py` says how each way was used. The last row counts right
 implementations (`conformance/mutants/right`) that it convicts as well. Those of gpucheck all come from inputs at the
 largest float32: a sum overflows or not by the order of its terms, and the plain comparison takes either for wrong.
 

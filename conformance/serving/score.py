@@ -48,5 +48,7 @@ def _calls() -> list:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: python -m conformance.serving.score MODEL DTYPE OUT.json")
     model, dtype, out = sys.argv[1:]
     Path(out).write_text(json.dumps(score(model, dtype)))

@@ -324,6 +324,8 @@ def _run(
 
     def stopping(number: signal.Signals, seconds: float) -> None:
         say(f"{number.name}: stopping vLLM, which has {seconds:.0f} s; another signal kills it")
+        if guest:
+            guest.leave()
 
     with tempfile.TemporaryDirectory(prefix="opshim-run-") as run:
         with nodes.Guest(node, run) if node else nullcontext() as guest:

@@ -62,7 +62,7 @@ def read(text: str) -> list[dict]:
 def table(rows: list[dict]) -> str:
     """The rows for people: who serves each op, whether that is certified, and what happened."""
     names = [name for name in SHOWN if name == "calls" or any(row[name] for row in rows)]
-    lines = [("op", "candidate", "state", *(name.replace("_", " ") for name in names))]
+    lines = [("op", "provider", "state", *(name.replace("_", " ") for name in names))]
     for row in rows:
         state = "serves, certified" if row["certified"] and row["selected"] else "serves" if row["selected"] else ""
         lines.append((row["op"], row["candidate"], state, *(str(row[name]) for name in names)))

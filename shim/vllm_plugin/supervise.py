@@ -94,7 +94,7 @@ class Supervisor:
 
     watched: Watched
     on_ready: Callable[[float], None]  # called once with the seconds it took
-    on_stop: Callable[[signal.Signals, float], None]  # called once with the signal and the seconds the child has to end
+    on_stop: Callable[[signal.Signals, float], None]  # called before, with the signal and the seconds the child has to end
     stop: threading.Event = field(default_factory=threading.Event)
     signals: list[signal.Signals] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
@@ -140,8 +140,8 @@ class Supervisor:
             if self.signals and deadline is None:
                 grace = GRACE if self.ready else GRACE_OF_START
                 deadline = time.monotonic() + grace
-                child.send_signal(signal.SIGTERM)
                 self.on_stop(self.signals[0], grace)
+                child.send_signal(signal.SIGTERM)
             if deadline and (time.monotonic() > deadline or len(self.signals) > 1):
                 _signal_group(child.pid, signal.SIGKILL)
             if not self.ready and not deadline and self.watched.is_ready(child.pid):
