@@ -68,6 +68,8 @@ def _safely(check: Callable[[bool], Iterator[Check]], static: bool) -> Iterator[
 def files() -> dict[str, str]:
     """Path below the root -> sha256 now, of each file that the commands need. Git lists them, in a clone: so that neither
     one that is missing goes unseen, nor one counts that is built or left over. OpshimError where it cannot."""
+    if not shutil.which("git"):
+        raise OpshimError("only a clone can be recorded, as git lists its files: git is not installed")
     command = ["git", "ls-files", "-z", "--", *NEEDED]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     names = listed.stdout.split("\0")[:-1]

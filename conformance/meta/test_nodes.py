@@ -40,7 +40,8 @@ def wait_for(condition, seconds=30):
         ((), None),
         (("-n", "2"), nodes.Node(0, 2, "127.0.0.1", 29501, False)),
         (("--nnodes=3", "-r2", "--headless", "--master-addr", "a", "--master-port=7"), nodes.Node(2, 3, "a", 7, True)),
-        (("--nnodes", "2", "--node-rank", "1", "-dp", "2"), nodes.Node(1, 2, "127.0.0.1", 29501, False)),
+        (("--nnodes", "2", "--node-rank", "1", "-dp", "2", "-dpe"), nodes.Node(1, 2, "127.0.0.1", 29501, False)),
+        (("--nnodes", "2", "--node-rank", "1", "-dp", "2"), "needs a server per node: --data-parallel-external-lb"),
         (("--headless",), "only others go without a server: --nnodes 2 --node-rank 1 --master-addr ADDRESS"),
         (("--headless", "--nnodes", "2"), "node 0 serves, only others .* --node-rank 1"),
         (("--headless", "-dp", "2", "--nnodes", "2", "-r", "1"), "an engine of --data-parallel-size 2 has no leader"),
@@ -126,10 +127,10 @@ def test_a_node_is_there_once(tmp_path, monkeypatch):
     leader, first = (nodes.Node(rank, 2, "127.0.0.1", store.port, rank > 0) for rank in range(2))
     with nodes.Guest(leader, folders[0]), nodes.Guest(first, folders[1]) as node:
         wait_for(lambda: [row.calls for row in summary(folders[0])] == [8])
-        monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
         with nodes.Guest(first, folders[2]) as again:
             wait_for(lambda: again.trouble)
-        assert again.trouble == f"{node.name} has joined node 0 at 127.0.0.1:{store.port} as node 1 of 2 already"
+        told = f"{node.name} has joined node 0 at 127.0.0.1:{store.port} as node 1 of 2 already"
+        assert again.trouble == f"{told}; if it has ended, start node 0 anew"
         assert not node.trouble and [row.calls for row in summary(folders[0])] == [8]
 
 
@@ -141,14 +142,18 @@ def test_a_host_that_is_no_name_breaks_nothing(tmp_path, monkeypatch):
 
 
 def test_nodes_of_different_options_do_not_join(tmp_path, monkeypatch):
-    """vLLM lets them, and a request above the shorter length is never answered."""
+    """vLLM lets them, and a request above the shorter length is never answered. One name or another is the same."""
     monkeypatch.setattr(nodes, "PAUSE", 0.05)
     store = open_store()
     given = ["--nnodes", "2", "--master-port", str(store.port), "--port", "1"]
     other = ["--headless", "--node-rank", "1"]
     short, same, leader = (
-        nodes.of(Options([*given, *options, "--dtype=half"]))
-        for options in ([*other, "--max-model-len", "64"], other, ["--api-server-count", "2"])
+        nodes.of(Options([*given, *options]), "1a2b")
+        for options in (
+            [*other, "--max-model-len", "64", "--dtype=half"],
+            [*other, "--dtype=float16", "--kv-cache-dtype=auto"],
+            ["--api-server-count", "2", "--dtype=half"],
+        )
     )
     with nodes.Guest(leader, tmp_path):
         wait_for(lambda: store.check(["opshim/options"]))
@@ -158,8 +163,18 @@ def test_nodes_of_different_options_do_not_join(tmp_path, monkeypatch):
         store.delete_key("opshim/node1/process")
         with nodes.Guest(short, tmp_path) as guest:
             wait_for(lambda: guest.heard)
-    told = "was given --dtype half, and node 1 of 2 --max-model-len 64 --dtype half: give all nodes the same"
+    mine = "--dtype float16 model 1a2b"
+    told = f"was given {mine}, and node 1 of 2 --max-model-len 64 {mine}: give all nodes the same"
     assert guest.trouble == f"node 0 at 127.0.0.1:{store.port} {told}"
+
+
+def test_a_model_is_known_by_its_configuration_and_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"ab")
+    before = nodes.contents({"layers": 2}, str(tmp_path))
+    assert before == nodes.contents({"layers": 2}, str(tmp_path))
+    assert before != nodes.contents({"layers": 3}, str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    assert before != nodes.contents({"layers": 2}, str(tmp_path))
 
 
 def test_a_leader_that_was_never_there_is_waited_for(tmp_path, monkeypatch):

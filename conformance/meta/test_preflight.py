@@ -107,6 +107,7 @@ def test_a_short_option_with_its_value_in_one_is_seen(look):
     stops(look("-qawq")[1], "options", "-q awq")
     assert "-O" in Options(["-O3"]) and Options(["-O3"]).get("-O") == "3"
     assert Options(["-tp", "2", "--x", "-1"]).get("-q") is None
+    assert "--x" not in Options(["--x", "--no-x"]) and "--x" in Options(["--no-x", "--x"])
 
 
 # ---- config.json -----------------------------------------------------------------------------------------------------
@@ -290,6 +291,10 @@ def test_an_option_that_no_server_could_honour_stops_every_policy(look, options,
     "options",
     [
         [
+            "--quantization",
+            "None",
+            "--enable-lora",
+            "--no-enable-lora",
             "--kv-cache-dtype",
             "auto",
             "--mamba-ssm-cache-dtype",
@@ -402,6 +407,13 @@ def test_an_option_with_a_wrong_value_is_named():
         ended._note(line)
     (cause,) = ended.causes
     assert cause.words.endswith(": max_num_batched_tokens: Input should be greater than or equal to 1")
+
+
+def test_an_error_without_a_message_is_told_with_the_line_above_it():
+    ended = Supervisor(Server("http://127.0.0.1:9/health"), on_ready=print, on_stop=print)
+    for line in ("Traceback (most recent call last):", "    raise ValueError", "    assert dp_rank == 0", "AssertionError"):
+        ended._note(f"(APIServer pid=7) {line}")
+    assert ended._cause(0.0) == "AssertionError: assert dp_rank == 0"
 
 
 REFUSED = "(ApiServer_1 pid=7) ERROR 12-01 [api_router.py:75] vllm.exceptions.VLLMValidationError: max_tokens=5000"

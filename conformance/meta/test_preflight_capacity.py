@@ -198,7 +198,7 @@ def test_each_stage_of_a_cpus_pipeline_needs_attention(look, kinds, partition, s
         stops(told, "shapes", f"stage {stage} of --pipeline-parallel-size has no layer of full attention")
 
 
-@pytest.mark.parametrize("given", [[], ["--enforce-eager", "--no-enforce-eager"]])
+@pytest.mark.parametrize("given", [[], ["--no-enforce-eager", "--enforce-eager"]])
 def test_an_eager_pipeline_of_a_cpu_is_refused(look, given):
     environ = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     kinds = ("--load-format", "dummy", "--hf-overrides.layer_types+", ",".join(MIXED))

@@ -83,9 +83,10 @@ class Plan:
 
     @property
     def ranks_here(self) -> int:
-        """Processes of the engine on this machine."""
-        tensor, stages, machines = (capacity.whole(self.options, 1, *names) for names in (TENSOR, PIPELINE, nodes.COUNT))
-        return -(-tensor * stages // machines)
+        """Processes of the engine on this machine; over several machines, of all its data parallel parts."""
+        asked = (TENSOR, PIPELINE, nodes.COUNT, nodes.DATA)
+        tensor, stages, machines, engines = (capacity.whole(self.options, 1, *names) for names in asked)
+        return -(-tensor * stages * (engines if machines > 1 else 1) // machines)
 
     @cached_property
     def memory(self) -> capacity.Memory:

@@ -66,7 +66,7 @@ RULES = (
         ("--quantization", "-q", "--quantization-config"),
         "opshim's experts and linear layers take the checkpoint's own weights, not quantized ones",
         (*EXPERTS, "matmul_fp16"),
-        lambda value, asked: asked.quantized,
+        lambda value, asked: asked.quantized or value == "None",
     ),
     Rule(
         ("--kv-cache-dtype",),

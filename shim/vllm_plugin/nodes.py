@@ -7,25 +7,37 @@ folder, where /metrics and the table at the end add up what lies there.
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
+from uuid import uuid4
 
 from shim.errors import OpshimError
 from shim.health import packed, standings
 from shim.vllm_plugin.capacity import whole
+from shim.vllm_plugin.honoured import DTYPES
 
 COUNT, RANK, DATA = ("--nnodes", "-n"), ("--node-rank", "-r"), ("--data-parallel-size", "-dp")
-# Where the nodes were given different ones, requests may hang, with no word on node 0.
-SAME = ("--max-model-len", "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--dtype", "--kv-cache-dtype")
+BALANCED = ("--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-rank", "-dpn")
+BALANCED += ("--data-parallel-start-rank", "-dpr")
+# Where the nodes were given different ones, requests hang, or are answered wrongly, with no word on node 0.
+SAME = (
+    *(("--max-model-len",), ("--max-num-seqs",), ("--max-num-batched-tokens",), ("--block-size",), ("--dtype",)),
+    *(("--kv-cache-dtype",), ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")),
+    *(("--enable-expert-parallel", "-ep"), ("--load-format",), ("--revision",)),
+)
 PAUSE = 1.0  # seconds between two visits to the store
 SILENCE = 10.0  # seconds after which a store that nobody answers for is gone: an engine that starts anew takes longer
 PATIENCE = 2.0  # seconds for one answer
+GRACE = 5.0  # from a signal to SIGKILL: there is no request to end, and vLLM's processes of a node are deaf to it
 
 
 @dataclass(frozen=True)
@@ -35,7 +47,7 @@ class Node:
     host: str  # of the store
     port: int
     headless: bool
-    same: str = ""  # those of the options SAME that it was given
+    same: str = ""  # those of the options SAME that it was given, and the model's contents
 
     def __str__(self) -> str:
         return f"node {self.rank} of {self.count}"
@@ -45,8 +57,8 @@ class Node:
         return f"node 0 at {self.host}:{self.port}"
 
 
-def of(options) -> Node | None:
-    """This node by vLLM's options; None where it is the only one, OpshimError where nothing would lead or join it."""
+def of(options, contents: str = "") -> Node | None:
+    """This node by vLLM's options, which serves a model of these contents; None where it is the only one, OpshimError where nothing would lead or join it."""
     count, rank, headless = whole(options, 1, *COUNT), options.get(*RANK) or "0", "--headless" in options
     port = whole(options, 29501, "--master-port")  # vLLM's own
     if not rank.isdigit() or int(rank) >= count:
@@ -54,22 +66,41 @@ def of(options) -> Node | None:
     engines = whole(options, 1, *DATA)
     if headless and engines > 1:
         raise OpshimError(f"--headless: an engine of {DATA[0]} {engines} has no leader that `serve` could watch over")
+    if count > 1 and engines > 1 and not any(name in options for name in BALANCED):
+        raise OpshimError(f"{COUNT[0]} {count} with {DATA[0]} {engines} needs a server per node: {BALANCED[0]}")
     if headless and rank == "0":
         where = f"--master-addr ADDRESS {RANK[0]} 1" if count > 1 else f"{COUNT[0]} 2 {RANK[0]} 1 --master-addr ADDRESS"
         raise OpshimError(f"--headless: node 0 serves, only others go without a server: {where}")
     if not headless and int(rank) and engines == 1:
         raise OpshimError(f"{RANK[0]} {rank} needs --headless: only node 0 serves")
     host = options.get("--master-addr") or "127.0.0.1"
-    same = " ".join(f"{name} {options.get(name)}" for name in SAME if name in options)
+    same = " ".join([*_given(options), *[f"model {contents}"] * bool(contents)])
     return Node(int(rank), count, host, port, headless, same) if count > 1 else None
+
+
+def _given(options) -> Iterator[str]:
+    for names in SAME:
+        value = options.get(*names)
+        if value not in (None, "auto"):
+            yield f"{names[0]} {DTYPES.get(value, value)}".rstrip()
+
+
+def contents(config: Mapping, folder: str | None) -> str:
+    """A word for a model: of its configuration and, in a folder, of the names and sizes of its weights."""
+    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)] if folder else []
+    weights = sorted((file.name, file.stat().st_size) for file in files)
+    return sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 class Guest:
     """A node's visits to the store in a thread, for a `with` block; the supervisor's `watched` of a headless one."""
 
+    grace = GRACE
+
     def __init__(self, node: Node, run_dir: str | Path):
         self.node, self.run_dir, self.heard = node, Path(run_dir), None
-        self.name = f"process {os.getpid()} on {socket.gethostname()}"  # in the store
+        # in the store; in a container the process is always number 1
+        self.name = f"process {os.getpid()} on {socket.gethostname()} ({uuid4().hex[:8]})"
         self._refused = ""
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._visit, daemon=True)
@@ -136,9 +167,9 @@ class Guest:
         """Why this node may not join that store, "" where it may."""
         first = store.compare_set(process, "", self.name).decode()
         if first != self.name:
-            return f"{first} has joined {self.node.leader} as {self.node} already"
+            return f"{first} has joined {self.node.leader} as {self.node} already; if it has ended, start node 0 anew"
         given = store.get(options).decode() if store.check([options]) else self.node.same
         if given != self.node.same:
-            told = [one or f"none of {', '.join(SAME)}" for one in (given, self.node.same)]
+            told = [one or "none of that" for one in (given, self.node.same)]
             return f"{self.node.leader} was given {told[0]}, and {self.node} {told[1]}: give all nodes the same"
         return ""

@@ -16,9 +16,12 @@ class Options:
     def get(self, *names: str) -> str | None:
         """The value of an option under any of its names, the last where there are several; "" for one without a value,
         None where it was not given. "--x.y" is the field y of --x, whether x was given as JSON or field by field."""
+        taken_back = [name.replace("--no-", "--") if "--no-" in name else name.replace("--", "--no-") for name in names]
         for name, value in reversed(list(self._folded())):
             if name in names:
                 return value
+            if name in taken_back:
+                return None
         for option, field in (name.split(".") for name in names if "." in name):
             value = self.fields(option).get(field)
             if value is not None:

@@ -24,7 +24,7 @@ from shim.vllm_plugin import capacity, nodes, preflight_model, sizes
 from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.findings import Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, registered
-from shim.vllm_plugin.serve import USAGE, check_port
+from shim.vllm_plugin.serve import USAGE, ServeError, check_port
 
 LEAST_DISK = 64 * 2**20  # bytes that have to be free where something is written
 NODES = Path("/sys/devices/system/node")  # of memory, a folder each
@@ -93,8 +93,19 @@ def node(plan: Plan) -> Iterator[Finding]:
     found = nodes.of(plan.options)
     if found and not found.rank:
         check_port("0.0.0.0", found.port)
-    if found:
-        yield Finding("nodes", f"{found}, {f'joins {found.leader}' if found.rank else 'which the others join'}")
+    if found and found.rank:
+        yield Finding("nodes", f"{found}, joins {found.leader}")
+    elif found:
+        yield Finding("nodes", f"{found}, which the others join at {found.host}:{found.port}{_elsewhere(found)}")
+
+
+def _elsewhere(leader: nodes.Node) -> str:
+    """Words for a master address that is not of this machine. Its port is free."""
+    try:
+        check_port(leader.host, leader.port)
+    except ServeError:
+        return f"; {leader.host} is no address of this machine, which is right behind address translation only"
+    return ""
 
 
 def libraries(plan: Plan) -> Iterator[Finding]:

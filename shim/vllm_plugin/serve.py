@@ -108,6 +108,8 @@ def serve(
     if not headless:
         try:
             check_port(host, port)
+            if capacity.whole(options, 1, *nodes.COUNT) > 1 and str(port) == (options.get("--master-port") or "29501"):
+                raise ServeError(f"port {port} is the --master-port, too, at which vLLM's processes meet")
             findings.append(Finding("port", f"{port} on {host} is free"))
         except ServeError as error:
             findings.append(Finding("port", str(error), code=USAGE))
@@ -129,7 +131,8 @@ def serve(
     request = {"model": options.get("--served-model-name") or model.name, "prompt": "The ", "max_tokens": 32}
     hint = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
     generates = options.get("--runner") != "pooling" and options.get("--convert") in (None, "auto", "none")
-    return _run(command, environment, url, hint if generates else "", selected, nodes.of(options))
+    node = nodes.of(options, nodes.contents(model.config, model.path if model.local else None))
+    return _run(command, environment, url, hint if generates else "", selected, node)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------

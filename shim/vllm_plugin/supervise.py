@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 from shim.vllm_plugin.launch import LIFELINE
 
-GRACE = 15.0  # seconds from the first signal to SIGKILL
+GRACE = 15.0  # seconds from the first signal to SIGKILL, for a server
 GRACE_OF_START = 5.0  # before it is ready, or in trouble: vLLM may be deaf to signals then, and has no request to end
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAUSE = re.compile(
@@ -29,6 +29,8 @@ _CAUSE = re.compile(
 RECENT = 30.0  # seconds before its end in which one that was ready has logged the cause
 _LOST = re.compile(r"\b(?P<words>(?:worker|engine ?core)\b[\w -]* (?:died|exited) unexpectedly)", re.IGNORECASE)
 _INVALID = re.compile(r"ValidationError: \d+ validation errors? for \w+$")  # the field and the words are in the next two
+# A traceback's last line where the exception has no message, as an assertion's; what failed stands above it.
+_BARE = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [\d-]+ [\d:]+ \[\S+\] )?(?P<words>[\w.]*(?:Error|Exception))$")
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[\S+\])?")  # of a process of vLLM
 _ENGINE = re.compile(r"\((?:EngineCore|Worker)\w* pid=")
 _LISTENS = "0A"  # in /proc/net/tcp
@@ -48,9 +50,11 @@ class End:
 
 
 class Watched(Protocol):
-    """What a child is for. `trouble`: why it has to be stopped, "" as long as it need not be."""
+    """What a child is for. `trouble`: why it has to be stopped, "" as long as it need not be; `grace`: seconds from the
+    first signal to SIGKILL, once it is ready."""
 
     trouble: str
+    grace: float
 
     def is_ready(self, group: int) -> bool:
         """Whether it does what it is for; `group`: of its processes."""
@@ -62,6 +66,7 @@ class Server:
 
     health: str
     trouble: str = ""
+    grace: float = GRACE
 
     def is_ready(self, group: int) -> bool:
         answers = self._answers()
@@ -98,6 +103,7 @@ class Supervisor:
     stop: threading.Event = field(default_factory=threading.Event)
     signals: list[signal.Signals] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
+    above: str = ""  # the line before
     trouble: str = ""
     ready: bool = False
 
@@ -138,7 +144,7 @@ class Supervisor:
         started, deadline = time.monotonic(), None
         while child.poll() is None:
             if self.signals and deadline is None:
-                grace = GRACE if self.ready else GRACE_OF_START
+                grace = self.watched.grace if self.ready else GRACE_OF_START
                 deadline = time.monotonic() + grace
                 self.on_stop(self.signals[0], grace)
                 child.send_signal(signal.SIGTERM)
@@ -169,7 +175,9 @@ class Supervisor:
                 self._note(text.decode(errors="replace"))
 
     def _note(self, line: str) -> None:
-        now, words = time.monotonic(), cause_in(line)
+        now, words, bare = time.monotonic(), cause_in(line), _BARE.match(line)
+        words = f"{bare['words']}: {self.above}" if bare and not words else words
+        self.above = _PREFIX.sub("", line).strip()
         while self.ready and self.causes and self.causes[0].at < now - RECENT:
             del self.causes[0]
         if words:
