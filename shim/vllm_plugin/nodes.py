@@ -60,7 +60,6 @@ class Node:
 def of(options, contents: str = "") -> Node | None:
     """This node by vLLM's options, which serves a model of these contents; None where it is the only one, OpshimError where nothing would lead or join it."""
     count, rank, headless = whole(options, 1, *COUNT), options.get(*RANK) or "0", "--headless" in options
-    port = whole(options, 29501, "--master-port")  # vLLM's own
     if not rank.isdigit() or int(rank) >= count:
         raise OpshimError(f"{RANK[0]} must be from 0 to {count - 1} with {COUNT[0]} {count}, got {rank}")
     engines = whole(options, 1, *DATA)
@@ -75,7 +74,12 @@ def of(options, contents: str = "") -> Node | None:
         raise OpshimError(f"{RANK[0]} {rank} needs --headless: only node 0 serves")
     host = options.get("--master-addr") or "127.0.0.1"
     same = " ".join([*_given(options), *[f"model {contents}"] * bool(contents)])
-    return Node(int(rank), count, host, port, headless, same) if count > 1 else None
+    return Node(int(rank), count, host, master_port(options), headless, same) if count > 1 else None
+
+
+def master_port(options) -> int:
+    """At which the processes of all nodes meet."""
+    return whole(options, 29501, "--master-port")  # vLLM's own
 
 
 def _given(options) -> Iterator[str]:

@@ -108,7 +108,7 @@ def serve(
     if not headless:
         try:
             check_port(host, port)
-            if capacity.whole(options, 1, *nodes.COUNT) > 1 and str(port) == (options.get("--master-port") or "29501"):
+            if capacity.whole(options, 1, *nodes.COUNT) > 1 and port == nodes.master_port(options):
                 raise ServeError(f"port {port} is the --master-port, too, at which vLLM's processes meet")
             findings.append(Finding("port", f"{port} on {host} is free"))
         except ServeError as error:
