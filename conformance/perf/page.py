@@ -10,7 +10,7 @@ from typing import Any
 
 
 def page(folder: Path) -> str:
-    """One table per op over all bench files of the folder; then shim overhead and cold starts where they were measured."""
+    """One table per op and bench file of the folder; then shim overhead and cold starts where they were measured."""
     files = {path.name: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     documents = {name: one for name, one in files.items() if "speed" in one or "cold" in one}
     parts = []
@@ -18,9 +18,13 @@ def page(folder: Path) -> str:
         if "ceilings" in one:
             memory, matmul = (one["ceilings"][what] / 1e12 for what in ("memory", "matmul"))
             parts.append(f"`{name}`: {_where(one)}; ceilings {memory:.2f} TB/s and {matmul:.0f} TFLOP/s\n")
-    rows = [row for one in documents.values() for row in one.get("speed", ())]
-    for op in dict.fromkeys(row["op"] for row in rows):
-        parts.append(_speed(op, [row for row in rows if row["op"] == op]))
+    measured: dict[str, dict[str, list[dict[str, Any]]]] = {}  # op -> file -> rows
+    for name, one in documents.items():
+        for row in one.get("speed", ()):
+            measured.setdefault(row["op"], {}).setdefault(name, []).append(row)
+    for op, runs in measured.items():
+        for name, rows in runs.items():
+            parts.append(_speed(f"{op}, {name}" if len(runs) > 1 else op, rows))
     overhead = [row for one in documents.values() for row in one.get("overhead", ())]
     if overhead:
         parts.append("## What the shim adds\n\n" + _table(
@@ -34,7 +38,7 @@ def page(folder: Path) -> str:
     return "\n".join(parts)  # fmt: skip
 
 
-def _speed(op: str, rows: list[dict[str, Any]]) -> str:
+def _speed(title: str, rows: list[dict[str, Any]]) -> str:
     providers = list(dict.fromkeys(provider for row in rows for provider in row["providers"]))
     head = ("size", "floor us", *(f"{provider} us" for provider in providers), "x floor", "x best other")
     lines = []
@@ -44,7 +48,7 @@ def _speed(op: str, rows: list[dict[str, Any]]) -> str:
         floor, other = row.get("to_floor"), row.get("to_best_other")
         shown = (f"{floor:.1f}" if floor and floor < 1000 else "", f"{other:.2f}" if other else "")
         lines.append((row["size"] + " +" * row.get("cached", False), f"{row['floor_us']:.2f}", *cells, *shown))
-    return f"## {op}\n\n{_table(head, lines)}"
+    return f"## {title}\n\n{_table(head, lines)}"
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
