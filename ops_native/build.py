@@ -358,8 +358,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _prune(cache: Path) -> None:
+    """Removes what is old and has a name that a build gives: OPSHIM_CACHE may be a folder of other programs, too."""
     oldest = time.time() - KEPT_DAYS * 86400
-    for path in [*cache.glob("objects/*"), *cache.glob("*/*.so*")]:
+    for path in [*cache.glob(f"objects/*-*-{16 * '[0-9a-f]'}.o*"), *cache.glob("opshim_*-*/libopshim_*.so*")]:
         with suppress(FileNotFoundError):  # another process tidies up too
             if path.stat().st_mtime < oldest:
                 path.unlink()
