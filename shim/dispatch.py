@@ -272,13 +272,12 @@ class Chain:
                     f"{table.text([self])}\ncalled with\n{describe(self.op, args)}"
                 )
             self._note(refused, self.reference)
-        else:
-            counters.values[self.reference.slot + OUTSIDE] += 1
         try:
             result = self.op.reference(*args)
         except Exception as error:  # noqa: BLE001
             self._failed(self.reference, error, args)
         counters.values[self.reference.slot + CALLS] += 1
+        counters.values[self.reference.slot + OUTSIDE] += outside is not True
         return result
 
     def _note(self, refused: list, server: Candidate) -> None:

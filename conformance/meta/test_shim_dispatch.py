@@ -124,6 +124,27 @@ def test_outside_the_domain_the_reference_serves_and_it_is_counted(op, mode, cap
     assert not caplog.records
 
 
+def test_a_call_outside_the_domain_counts_as_one_when_it_is_answered(scratch):
+    """Else what counts calls inside the domain, as the one less the other, were below zero."""
+
+    @shim.op()
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("reference broke")
+
+    broken.domain(lambda x: "outside")
+    with pytest.raises(shim.OpExecutionError):
+        broken(X)
+    assert counts(broken) == {"reference": (0, 1, 0, 0)}
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_outside_the_domain_a_candidate_whose_guard_takes_the_call_serves_it(op, mode):
+    provider(op, "p")
+    with using(Policy(mode)):
+        assert op(X.double())[0].item() == 7.0
+    assert counts(op) == {"p": (1, 0, 0, 0)}
+
+
 def test_raising_outside_the_domain_is_no_failure_of_the_provider(op, caplog):
     def run(x, times=1):
         raise KeyError(x.dtype)
