@@ -30,8 +30,8 @@ from shim.health import (
     CALLS,
     FAILURES,
     IS_CERTIFIED,
-    IS_OPEN,
     IS_SELECTED,
+    OPEN_UNTIL,
     OUTSIDE,
     REFUSALS,
     counters,
@@ -255,7 +255,7 @@ class Chain:
             counters.values[one.slot + CALLS] += 1
             if one.breaker.failures:
                 one.breaker.succeeded()
-                counters.values[one.slot + IS_OPEN] = 0
+                counters.values[one.slot + OPEN_UNTIL] = 0
                 self._install()
             self._note(refused, one)
             return result
@@ -304,7 +304,7 @@ class Chain:
                 f"called with\n{describe(self.op, args)}"
             ) from error
         one.breaker.failed()
-        counters.values[one.slot + IS_OPEN] = one.breaker.is_open()
+        counters.values[one.slot + OPEN_UNTIL] = int(time.time() + one.breaker.pause) if one.breaker.is_open() else 0
         written = f", from what the failed call has left of {', '.join(self.op.mutates)}" if self.op.mutates else ""
         self._warn(
             "failed",

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import re
+import time
 import weakref
 
 import pytest
@@ -289,6 +290,22 @@ def test_second_failure_in_a_row_opens_the_breaker_for_a_minute(op):
     broken[0] = False
     assert chain.call(X)[0].item() == 7.0
     assert states(chain)["p"] == "selected"
+
+
+def test_an_open_breaker_is_counted_until_its_pause_is_over(op, monkeypatch):
+    provider(op, "p", result=RuntimeError("no"))
+    chain = Chain(op, "cpu", clock=Clock())
+    opened = time.time()
+
+    def is_open():
+        return [row.breaker_open for row in health.summary() if row[:2] == (op.name, "p")] == [1]
+
+    for expected in (False, True):
+        chain.call(X)
+        assert is_open() is expected
+    for later, expected in ((50, True), (61, False)):
+        monkeypatch.setattr(time, "time", lambda later=later: opened + later)
+        assert is_open() is expected
 
 
 def test_memory_of_a_provider_that_failed_is_free_when_the_next_one_answers(op):
