@@ -3,7 +3,7 @@
 Counters live in a memory-mapped file per process under OPSHIM_RUN_DIR (in anonymous memory where it is not set), so a
 worker that dies by SIGKILL still leaves its numbers. A file is an array of 256-byte records: the first holds MAGIC,
 each further one eight uint64 counters (one per entry of EVENTS, then what the chain decided) and the name
-"op\\0candidate". In the place of breaker_open stands until when it is, in seconds since 1970: nobody writes at that time.
+"op\\0candidate". In the place of breaker_open stands until when it is, in seconds since 1970: nobody writes then.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def page(folder: Path) -> str:
     rows = [row for one in documents.values() for row in one.get("speed", ())]
     for op in dict.fromkeys(row["op"] for row in rows):
         parts.append(_speed(op, [row for row in rows if row["op"] == op]))
-    overhead = [row for one in documents.values() for row in one.get("overhead", ())]
+    overhead = [row for one in documents.values() for row in one.get("overhead", ()) if "direct_us" in row]
     if overhead:
         parts.append("## What the shim adds\n\n" + _table(
             ("op", "served by", "direct us", "shim adds us"),
