@@ -61,8 +61,8 @@ def wrong(context: int | None) -> dict[str, tuple[str, Any]]:
 
 
 def asked(server: Server, path: str, body: Any) -> httpx.Response:
-    """The answer. A connection that is lost may be so by the request before, as uvicorn may reset one that it kept alive
-    after a 500 when the next request comes: then that is sent once more."""
+    """The answer. A connection that is lost may be so by the request before, as uvicorn may reset one that it kept
+    alive after a 500 when the next request comes: then that is sent once more."""
     headers = {"content-type": "application/json"}
     try:
         return server.post(path, body, headers=headers)
