@@ -257,7 +257,8 @@ class Chain:
                 one.breaker.succeeded()
                 counters.values[one.slot + OPEN_UNTIL] = 0
                 self._install()
-            self._note(refused, one)
+            if refused and self.op.in_domain(*args) is True:
+                self._note(refused, one)
             return result
         return self._last(args, refused)
 
