@@ -11,6 +11,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -122,6 +123,7 @@ def pytest_configure_node(node):
     config = node.config
     if WORDS not in config.stash:
         config.stash[WORDS] = Path(tempfile.mkdtemp(prefix="opshim-workers-"))
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the folder goes, the workers end
     node.workerinput["opshim_words"] = str(config.stash[WORDS])
     if "cuda" in config.stash[SELECTION].devices:
         node.workerinput["opshim_gpu"] = workers.gpu_of(node.gateway.id, workers.visible_gpus())

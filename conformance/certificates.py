@@ -76,7 +76,7 @@ def _issue(report: dict[str, Any], folder: Path) -> str:
 def _old(path: Path) -> dict[str, Any] | None:
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

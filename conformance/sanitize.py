@@ -33,7 +33,7 @@ from pathlib import Path
 
 import click
 
-from conformance.conform import end_session
+from conformance.conform import end_session, signals_interrupt
 from ops_native.build import cuda_spec
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,13 +151,17 @@ def watched(tool: str, log: Path, command: list[str], seconds: float) -> Outcome
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     child = subprocess.Popen([*given, sys.executable, *command], **options, **pipes)
     _sessions.add(child.pid)
-    for limit, then in ((seconds, interrupt), (GRACE, end_session), (None, None)):
-        try:
-            said, _ = child.communicate(timeout=limit)
-            break
-        except subprocess.TimeoutExpired:
-            then(child.pid)
-    _sessions.discard(child.pid)
+    try:
+        for limit, then in ((seconds, interrupt), (GRACE, end_session), (None, None)):
+            try:
+                said, _ = child.communicate(timeout=limit)
+                break
+            except subprocess.TimeoutExpired:
+                then(child.pid)
+    finally:
+        _sessions.discard(child.pid)
+        end_session(child.pid)
+        child.wait()
     return outcome_of(log.read_text(errors="replace") if log.exists() else "", said)
 
 
@@ -176,7 +180,7 @@ def interrupt(session: int) -> None:
 
 
 def finished(running: set[Future]) -> Iterator[Future]:
-    """Each as it ends. After Ctrl-C what has begun sums up, and the rest is cancelled: --resume goes on there."""
+    """Each as it ends. After Ctrl-C or SIGTERM what has begun sums up, the rest is cancelled: --resume goes on."""
     while running:
         try:
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -288,7 +292,7 @@ def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
     import shim
 
     end = time.monotonic() + seconds - GRACE
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored here, as after &, it would be in pytest, too
+    click.get_current_context().with_resource(signals_interrupt())
     if wrong := set(ops) - set(shim.names()):
         raise click.BadParameter(f"{', '.join(wrong)} is no op; there are {', '.join(shim.names())}")
     ops, out = ops or shim.names(), out.resolve()

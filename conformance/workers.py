@@ -110,7 +110,7 @@ class LastWords:
 def lose(folder: Path, op: str, reason: str) -> None:
     """Notes that a case of the op has cost a process, where all workers see it."""
     for _ in range(TIMEOUT if reason == "timeout" else 1):
-        tempfile.mkstemp(prefix=f"lost-{op}-", dir=folder)
+        os.close(tempfile.mkstemp(prefix=f"lost-{op}-", dir=folder)[0])
 
 
 def has_lost_too_many(folder: Path, op: str) -> bool:

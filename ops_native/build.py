@@ -274,13 +274,6 @@ def _objects(spec: Spec, snapshot: dict[str, bytes], identity: Identity) -> Iter
             yield name, f"{Path(name).stem}-{variant}-{key}.o", flags
 
 
-def compile_logs(spec: Spec) -> dict[str, str]:
-    """What the compiler said of each source of a library that has been built here, in the user cache."""
-    snapshot = spec.snapshot()
-    objects = _objects(spec, snapshot, spec.identity(snapshot))
-    return {name: (user_cache() / "objects" / f"{file}.log").read_text() for name, file, _ in objects}
-
-
 def _run(command: list[str], spec: Spec) -> BuildError | None:
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode == 0:
@@ -358,8 +351,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _prune(cache: Path) -> None:
+    """Removes what is old and has a name that a build gives: OPSHIM_CACHE may be a folder of other programs, too."""
     oldest = time.time() - KEPT_DAYS * 86400
-    for path in [*cache.glob("objects/*"), *cache.glob("*/*.so*")]:
+    for path in [*cache.glob(f"objects/*-*-{16 * '[0-9a-f]'}.o*"), *cache.glob("opshim_*-*/libopshim_*.so*")]:
         with suppress(FileNotFoundError):  # another process tidies up too
             if path.stat().st_mtime < oldest:
                 path.unlink()

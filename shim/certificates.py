@@ -130,11 +130,11 @@ def _read(file: Path) -> dict | str | None:
             return f"unreadable certificate: {file.name} is of schema {record['schema']}, this is {SCHEMA}"
         for name in ("provider", "verdict", "reference", "level", "date", "cases"):
             record[name]
-        record["build"]["identity"], sum(record["cases"].values())
+        record["build"]["identity"], record["cases"]["failed"], sum(record["cases"].values())
         return record
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"unreadable certificate: {file}: {error}"
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         return f"unreadable certificate: {file} is of another shape ({type(error).__name__}: {error})"

@@ -30,8 +30,8 @@ from shim.health import (
     CALLS,
     FAILURES,
     IS_CERTIFIED,
-    IS_OPEN,
     IS_SELECTED,
+    OPEN_UNTIL,
     OUTSIDE,
     REFUSALS,
     counters,
@@ -255,9 +255,10 @@ class Chain:
             counters.values[one.slot + CALLS] += 1
             if one.breaker.failures:
                 one.breaker.succeeded()
-                counters.values[one.slot + IS_OPEN] = 0
+                counters.values[one.slot + OPEN_UNTIL] = 0
                 self._install()
-            self._note(refused, one)
+            if refused and self.op.in_domain(*args) is True:
+                self._note(refused, one)
             return result
         return self._last(args, refused)
 
@@ -272,13 +273,12 @@ class Chain:
                     f"{table.text([self])}\ncalled with\n{describe(self.op, args)}"
                 )
             self._note(refused, self.reference)
-        else:
-            counters.values[self.reference.slot + OUTSIDE] += 1
         try:
             result = self.op.reference(*args)
         except Exception as error:  # noqa: BLE001
             self._failed(self.reference, error, args)
         counters.values[self.reference.slot + CALLS] += 1
+        counters.values[self.reference.slot + OUTSIDE] += outside is not True
         return result
 
     def _note(self, refused: list, server: Candidate) -> None:
@@ -305,7 +305,7 @@ class Chain:
                 f"called with\n{describe(self.op, args)}"
             ) from error
         one.breaker.failed()
-        counters.values[one.slot + IS_OPEN] = one.breaker.is_open()
+        counters.values[one.slot + OPEN_UNTIL] = int(time.time() + one.breaker.pause) if one.breaker.is_open() else 0
         written = f", from what the failed call has left of {', '.join(self.op.mutates)}" if self.op.mutates else ""
         self._warn(
             "failed",

@@ -3,7 +3,7 @@
 Counters live in a memory-mapped file per process under OPSHIM_RUN_DIR (in anonymous memory where it is not set), so a
 worker that dies by SIGKILL still leaves its numbers. A file is an array of 256-byte records: the first holds MAGIC,
 each further one eight uint64 counters (one per entry of EVENTS, then what the chain decided) and the name
-"op\\0candidate".
+"op\\0candidate". In the place of breaker_open stands until when it is, in seconds since 1970: nobody writes then.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("opshim")
 
 MAGIC = b"opshim counters 1"
 EVENTS = ("calls", "failures", "refusals", "outside_domain", "non_finite", "breaker_open")
-CALLS, FAILURES, REFUSALS, OUTSIDE, NON_FINITE, IS_OPEN = range(len(EVENTS))
+CALLS, FAILURES, REFUSALS, OUTSIDE, NON_FINITE, OPEN_UNTIL = range(len(EVENTS))
 IS_SELECTED, IS_CERTIFIED = 6, 7  # what the chain decided, beside what happened
 _RECORD, _LANES, _NAME, _RECORDS = 256, 32, 64, 4096  # bytes and uint64 lanes per record, offset of the name, capacity
 
@@ -125,7 +125,14 @@ class Counters:
 
 
 def _rows(data) -> list[Row]:
-    return [Row(*key, *lanes[: len(EVENTS)]) for key, lanes in _records(data) if any(lanes[: len(EVENTS)])]
+    return [Row(*key, *lanes[: len(EVENTS)]) for key, lanes in _counts(data) if any(lanes[: len(EVENTS)])]
+
+
+def _counts(data) -> Iterator[tuple[tuple[str, str], list[int]]]:
+    """The records, with whether the breaker is open now in the place of its end."""
+    for key, lanes in _records(data):
+        lanes[OPEN_UNTIL] = int(lanes[OPEN_UNTIL] > time.time())
+        yield key, lanes
 
 
 def _records(data) -> Iterator[tuple[tuple[str, str], list[int]]]:
@@ -157,21 +164,24 @@ def standings(run_dir: str | os.PathLike) -> list[Standing]:
 
 
 def packed(run_dir: str | os.PathLike) -> bytes:
-    """What all processes under `run_dir` counted, as the bytes of one such file, for the folder of another machine."""
-    records = [(struct.pack("8Q", *lanes) + "\0".join(key).encode()) for key, lanes in _totals(run_dir)]
-    return b"".join(one.ljust(_RECORD, b"\0") for one in (MAGIC, *records))
+    """The records of all processes under `run_dir` as the bytes of one such file, for the folder of another machine."""
+    records = (record for data in _files(run_dir) for record in _records(data))
+    lines = [struct.pack("8Q", *lanes) + "\0".join(key).encode() for key, lanes in records]
+    return b"".join(one.ljust(_RECORD, b"\0") for one in (MAGIC, *lines))
+
+
+def _files(run_dir: str | os.PathLike) -> Iterator[bytes]:
+    """What each process under `run_dir` wrote, but one that was killed while it created its file."""
+    contents = (path.read_bytes() for path in sorted(Path(run_dir).glob("calls-*.bin")))
+    return (data for data in contents if data.startswith(MAGIC))
 
 
 def _totals(run_dir: str | os.PathLike) -> list[tuple[tuple[str, str], list[int]]]:
     """The records of all processes, added up; in order of first appearance per op."""
     totals: dict[tuple[str, str], list[int]] = {}
-    for path in sorted(Path(run_dir).glob("calls-*.bin")):
-        data = path.read_bytes()
-        if not data.startswith(MAGIC):
-            continue  # a process that was killed while it created the file
-        for key, lanes in _records(data):
-            sums = totals.setdefault(key, [0] * len(lanes))
-            sums[:] = map(sum, zip(sums, lanes))
+    for key, lanes in (record for data in _files(run_dir) for record in _counts(data)):
+        sums = totals.setdefault(key, [0] * len(lanes))
+        sums[:] = map(sum, zip(sums, lanes))
     order = list(dict.fromkeys(op for op, _ in totals))
     return sorted(totals.items(), key=lambda item: order.index(item[0][0]))
 

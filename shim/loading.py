@@ -148,8 +148,9 @@ class NativeLibrary:
         return list(told.items())
 
     def paths(self) -> list[Path]:
-        """The files that the search looks for, in order."""
-        given = [Path(folder) for folder in os.environ.get("OPSHIM_LIBRARY_PATH", "").split(os.pathsep) if folder]
+        """The files that the search looks for, in order; absolute, as dlopen looks elsewhere for one without folder."""
+        folders = os.environ.get("OPSHIM_LIBRARY_PATH", "").split(os.pathsep)
+        given = [Path(folder).absolute() for folder in folders if folder]
         return [folder / self.spec.filename for folder in [*given, self.spec.package, self.cache()]]
 
     def cache(self) -> Path:

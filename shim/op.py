@@ -8,7 +8,7 @@ The reference defines the op: name, signature, docstring, behaviour. `@op` turns
         '''Contract: shapes, dtypes, errors, formula and its source.'''
 
     @gdn_decode.checks      # raises OpArgumentError; runs before any provider, in every policy
-    @gdn_decode.domain      # True, or words: outside it the reference serves the call, in every policy
+    @gdn_decode.domain      # True, or words: outside it the reference serves, in every policy, what no guard takes
     @gdn_decode.fakes       # output shapes and dtypes for tracing
     @gdn_decode.inputs      # seeded example arguments from sizes; used by conformance and by bench
 

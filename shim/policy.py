@@ -5,7 +5,7 @@
     reference  the reference everywhere
 
 A choice for one op wins over the mode: under `reference` and `strict` the chosen provider serves alone, under `auto` it
-comes first. Outside an op's domain the reference serves in every mode.
+comes first. A call outside the op's domain that no candidate takes goes to the reference in every mode.
 """
 
 from __future__ import annotations

@@ -51,6 +51,7 @@ class Refused(Exception):
 class StandIn:
     def __init__(self, fault: str | None = None):
         self.fault, self.running, self.made, self.asked, self.cache = fault, 0, 0, 0, set()
+        self.kept = None  # the connection that is reset at the next request
 
     def __enter__(self) -> str:
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -76,6 +77,8 @@ class StandIn:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
+        if self.lost(receive.__self__.transport, body):  # uvicorn's
+            return await left(receive)
         reply = SimpleNamespace(send=send, begun=False)
         try:
             known = {"/v1/models": self.models, "/metrics": self.metrics, "/version": self.version}
@@ -87,7 +90,20 @@ class StandIn:
                 raise Refused("no such path")
         except Refused as error:
             words = "" if self.fault == "refuses without words" else str(error)
-            await answer(reply, 500 if self.fault == "refuses by 500" else 400, {"error": {"message": words}})
+            broken = self.fault == "refuses by 500" or self.kept is receive.__self__.transport
+            await answer(reply, 500 if broken else 400, {"error": {"message": words}})
+
+    def lost(self, transport, body):
+        """Whether a connection is reset: by a request with n 0, or after it has had its 500, by the next one."""
+        wrong = b'"n":0' in body.replace(b" ", b"")
+        reset = transport is self.kept or (wrong and self.fault == "resets the connection")
+        if wrong and self.fault == "resets the next connection":
+            self.kept = transport
+        if wrong and self.fault == "never answers":
+            return True
+        if reset:
+            transport.abort()
+        return reset
 
     def models(self):
         return {"data": [{"id": "stand-in", "max_model_len": CONTEXT}]}

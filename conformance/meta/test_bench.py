@@ -1,5 +1,6 @@
 """`runner.py bench` says what stands in its way before it measures anything; its plots and tables."""
 
+import itertools
 import json
 import os
 import re
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 from click.testing import CliRunner
 
 import shim
@@ -16,6 +18,7 @@ from conformance.perf import bench as bench_module
 from conformance.perf import cold, end_to_end, plot
 from conformance.perf.bench import bench, need_sizes
 from conformance.selection import SelectionError
+from shim.policy import Policy, using
 
 
 @pytest.fixture
@@ -82,6 +85,52 @@ def test_a_busy_machine_is_told_in_one_line(nothing_measured, monkeypatch, capsy
     assert bench(["moe_sum"]) == 0
     said = capsys.readouterr().err.splitlines()
     assert len(said) == told and all("load average" in line for line in said)
+
+
+def test_a_provider_that_raises_is_told_beside_the_others(scratch, monkeypatch, capsys):
+    """In its first call, in a later one, and in its guard."""
+    reference = shim.get("moe_sum").reference
+
+    def guard(y, topk_ids=None):
+        raise KeyError("guard")
+
+    def register(name, fails_at, **options):
+        calls = itertools.count(1)
+
+        @shim.implementation("moe_sum", provider=name, **options)
+        def moe_sum(y, topk_ids=None):
+            if next(calls) == fails_at:
+                raise ValueError("no luck\nat all")
+            return reference(y, topk_ids)
+
+    register("first", 1, explicit=True)
+    register("later", 3, explicit=True)
+    register("guarded", 0, explicit=True, supports=guard)
+    register("never", 0, explicit=True)
+    monkeypatch.setitem(bench_module.LAYER, "moe_sum", (torch.float32, [{"T": 3, "topk": 2, "N": 8}]))
+    monkeypatch.setattr(bench_module, "REFERENCE_SECONDS", 0.0)
+    monkeypatch.setattr(bench_module, "PROVIDER_SECONDS", 0.0)
+    monkeypatch.setattr(bench_module, "overheads", lambda *_: iter(()))
+    names = ["first", "later", "guarded", "never"]
+    assert bench(["moe_sum"], providers=names) == 0
+    (row,) = bench_module.speeds(["moe_sum"], "cpu", names[2:])
+    assert [one["reason"] for one in row["providers"].values()] == ["KeyError: 'guard'", ""]
+    assert row["providers"]["never"]["ms"] > 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("moe_sum"))
+    assert line.endswith("ValueError: no luck; ValueError: no luck; KeyError: 'guard'")
+
+
+def test_an_op_that_nobody_serves_or_whose_provider_raises_has_a_row_of_overhead_too(scratch, capsys):
+    @shim.implementation("moe_sum", provider="broken", explicit=True)
+    def moe_sum(y, topk_ids=None):
+        raise ValueError("no luck")
+
+    shim.implementation("moe_sum", provider="absent", explicit=True, available=lambda: "not installed")(moe_sum)
+    absent = "absent: not installed; native: absent was chosen; reference: only for calls outside the op's domain"
+    for name, words in (("absent", f"- - - - {absent}"), ("broken", "broken - - - ValueError: no luck")):
+        with using(Policy("strict", {"moe_sum": name})):
+            list(bench_module.printed_overheads(bench_module.overheads(["moe_sum"], "cpu")))
+        assert capsys.readouterr().out.splitlines()[-1].split() == ["moe_sum", *words.split()]
 
 
 def test_a_plot_has_a_mark_for_each_time_where_it_stands():

@@ -188,12 +188,16 @@ def test_a_certificate_of_another_device_is_no_proof_here(op):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "null", "7", '"x"', '{"schema": 1}', '{"schema": 99}', '{"schema": 1, "build": 3}', "\xff\x00"],
+    ["", "{", "[]", "null", "7", '"x"', '{"schema": 1}', '{"schema": 99}', '{"schema": 1, "build": 3}', "\xff\x00"]
+    + [10**5 * "[", {"cases": {}}, {"cases": {"passed": 2}}, {"cases": {"failed": "one"}}, {"cases": 3}],
+    ids=lambda text: str(text)[:30],
 )
 def test_an_unreadable_certificate_is_told_and_stops_nothing(op, text):
+    """Also one that is cut short, or a record of a failure (a dict: what is wrong in it)."""
     provider(op, "p")
-    writing.issue([of(op)])
+    writing.issue([of(op, failed=[True, False])])
     (path,) = certificates.folders()[0].rglob(f"{op.name}.p.*.json")
+    text = json.dumps(json.loads(path.read_text()) | text) if isinstance(text, dict) else text
     path.write_text(text, encoding="latin-1")
     assert words(op).startswith("unreadable certificate: ")
     assert Chain(op, "cpu").selected.label == "p"

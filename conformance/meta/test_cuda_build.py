@@ -4,10 +4,11 @@ import re
 
 import pytest
 
-from ops_native.build import build_all, compile_logs, cuda_spec
+from ops_native import build
 from shim.errors import BuildError
+from shim.loading import user_cache
 
-SPEC = cuda_spec(lambda: ("90a",))
+SPEC = build.cuda_spec(lambda: ("90a",))
 PROPERTIES = re.compile(r"Function properties for (\S+)\s+(\d+) bytes stack frame, (\d+) bytes spill stores")
 SLOW = re.compile(r"C75\d\d")  # what ptxas says where it makes wgmma wait for each other, or ignores setmaxnreg
 FRAME = 96  # bytes of a stack: more is an array that should be in registers, less a call out of the way
@@ -18,13 +19,16 @@ COLD = {"paged_prefill.cu: prefill_kernel", "fused_moe.cu: sum_kernel", "gdn_pre
 
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory):
+    """What the compiler said of each source."""
     try:
         SPEC.compiler()
     except BuildError as error:
         pytest.skip(str(error))
-    (built,) = build_all(tmp_path_factory.mktemp("lib"), specs=[SPEC])
+    (built,) = build.build_all(tmp_path_factory.mktemp("lib"), specs=[SPEC])
     assert built.identity
-    return compile_logs(SPEC)
+    snapshot = SPEC.snapshot()
+    objects = build._objects(SPEC, snapshot, SPEC.identity(snapshot))
+    return {name: (user_cache() / "objects" / f"{file}.log").read_text() for name, file, _ in objects}
 
 
 def slow(log):

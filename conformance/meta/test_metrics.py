@@ -3,6 +3,7 @@
 import http.server
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 import shim
 from conformance.meta.scratch import double_op, provider
 from shim.dispatch import Chain
-from shim.health import CALLS, IS_OPEN, Counters
+from shim.health import CALLS, OPEN_UNTIL, Counters
 from shim.policy import Policy
 from shim.vllm_plugin import status
 from shim.vllm_plugin.metrics import Collector, install
@@ -30,7 +31,7 @@ def test_calls_of_all_processes_are_added_up(tmp_path):
         mine = Counters()
         mine.open(tmp_path)
         mine.values[mine.slot("moe_sum", "native:jit") + CALLS] = calls
-        mine.values[mine.slot("moe_sum", "native:jit") + IS_OPEN] = 1
+        mine.values[mine.slot("moe_sum", "native:jit") + OPEN_UNTIL] = int(time.time()) + 60
     text = scraped(tmp_path)
     assert 'opshim_calls_total{candidate="native:jit",op="moe_sum"} 7.0' in text
     assert 'opshim_breaker_open{candidate="native:jit",op="moe_sum"} 2.0' in text

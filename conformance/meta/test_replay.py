@@ -1,6 +1,7 @@
 """A stored failure runs again, on its own provider or another; a file that cannot be replayed is told why."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
@@ -86,7 +87,26 @@ def test_what_is_no_replay_file_is_said_so(kept, run, tmp_path):
         (tmp_path / "file.json").write_text(text)
         refused(run(tmp_path / "file.json"), "file.json is no replay file")
     refused(run(tmp_path / "none.json"), "none.json cannot be read", "No such file")
-    refused(run(changed(kept(), problem={"op": "moe_sum", "size": 3})), "is no replay file")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"size": 3},
+        {"op": "gone"},
+        {"sizes": {"T": 2, "topk": 3, "N": 5, "M": 7}},
+        {"sizes": {"T": "two"}},
+        {"sizes": 7},
+        {"dtype": "f12"},
+        {"seed": "x"},
+        {"values": {"y": "unheard"}},
+        {"layouts": {"y": "unheard"}},
+    ],
+    ids=str,
+)
+def test_a_problem_that_is_none_is_said_so(kept, run, change):
+    problem = asdict(Problem("moe_sum", {"T": 2, "topk": 3, "N": 5}, "bf16"))
+    refused(run(changed(kept(), problem=problem | change)), "is no replay file", "its problem is none")
 
 
 @pytest.mark.parametrize(("name", "value"), [("seed", "x"), ("provider", 3), ("provider_files", 7), ("device", None)])

@@ -44,6 +44,14 @@ def test_what_is_no_longer_run_or_tested_is_a_regression_within_one_level():
     assert kinds(built(*two[:2], level="standard"), built(result(size=2))) == []
 
 
+def test_a_report_that_is_damaged_is_told_in_one_line(tmp_path):
+    file = tmp_path / "damaged.json"
+    report.save(file, report.merged([{"op": "moe_sum"}]))
+    done = CliRunner().invoke(main, ["report", "--compare", str(file), str(file)])
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
+    assert "damaged (KeyError: 'provider')" in done.output
+
+
 def test_new_cases_and_reports_count_by_their_outcome():
     old = built(result(size=2))
     assert kinds(old, built(result(size=2), result())) == []

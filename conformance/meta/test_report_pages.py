@@ -1,5 +1,6 @@
 """Pages and summary: they need nothing but themselves, and say what failed, on which input, beside whom."""
 
+import json
 import re
 from dataclasses import asdict
 from html.parser import HTMLParser
@@ -176,6 +177,12 @@ def test_numbers_are_written_for_people():
         ({"index.json": '{"schema": 1, "reports": []}'}, "of schema 1, this version reads 2"),
         ({"index.json": '{"schema": 2, "reports": []}'}, "empty report"),
         ({"index.json": '{"schema": 2, "reports": [{"file": "gone.json"}]}'}, "no gone.json"),
+        ({"index.json": '{"schema": 2, "reports": [{"op": "moe_sum"}]}'}, "damaged (KeyError: 'file')"),
+        ({"index.json": '{"schema": 2, "reports": 7}'}, "damaged (TypeError: "),
+        (
+            {"index.json": '{"schema": 2, "reports": [{"file": "a"}]}', "a": '{"schema": 2, "op": "moe_sum"}'},
+            "damaged (KeyError: 'provider')",
+        ),
     ],
 )
 def test_a_folder_that_is_no_report_is_refused_in_one_line(tmp_path, files, told):
@@ -185,5 +192,16 @@ def test_a_folder_that_is_no_report_is_refused_in_one_line(tmp_path, files, told
         for name, text in files.items():
             (folder / name).write_text(text)
     done = CliRunner().invoke(main, ["report", str(folder)])
-    assert done.exit_code == 2
+    assert done.exit_code == 2, done.output
     assert told in done.output and len(done.output.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["provider", "device", "level", "summary", "cases", "environment", "coverage"])
+def test_of_a_report_that_is_damaged_nothing_is_drawn(folder, tmp_path, name):
+    one, file = report.read(folder)[0], tmp_path / "damaged.json"
+    del one[name]
+    file.write_text(json.dumps(report.merged([one])))
+    done = CliRunner().invoke(main, ["report", str(file)])
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
+    assert f"{file} is no report of the conformance suite, or damaged (KeyError: '{name}')" in done.output
+    assert not (tmp_path / "damaged-report").exists()

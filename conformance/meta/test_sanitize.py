@@ -1,10 +1,13 @@
 """`python -m conformance.sanitize`: what it makes of the tool's words, told by a stand-in that says them."""
 
 import argparse
+import os
 import signal
+import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer, main_thread
 
@@ -208,6 +211,41 @@ def test_ctrl_c_ends_what_runs_with_its_sums_and_begins_nothing_more(tool, tmp_p
     assert time.monotonic() - began < 30
     assert [one.counts().total() for one in outcomes if one] == [3]
     assert outcomes.count(None) == 2
+
+
+STOPPED = """
+from conformance import sanitize
+sanitize.selected = lambda *given: [f"moe_sum-sizes-T{n}-f32" for n in range(9)]
+sanitize.main()
+"""
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(("hangs", "told"), [("control", "Aborted!"), ("cases", "3 of 9 cases ended")])
+def test_a_signal_ends_what_runs_as_ctrl_c_does(tool, tmp_path, hangs, told, which):
+    begun = f"echo $$ > {tmp_path}/begun; {WORDS['interrupted']}"
+    control = begun if hangs == "control" else WORDS["errors"]
+    tool(f'if [[ "$*" == *misread* ]]; then {control}; else {begun}; fi')
+    given = ["--op", "moe_sum", "--tool", "memcheck", "--out", str(tmp_path / "out"), "--seconds", "120"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    run = subprocess.Popen([sys.executable, "-c", STOPPED, *given], env=environment, **pipes)
+    while run.poll() is None and not (tmp_path / "begun").exists():
+        time.sleep(0.1)
+    time.sleep(1.0)  # the tool's Python has begun, too
+    run.send_signal(which)
+    said, _ = run.communicate(timeout=60)
+    assert (run.returncode, told in said) == (1, True), said
+    assert not living((tmp_path / "begun").read_text().strip())
+
+
+def living(session):
+    """The processes of it, but for those of which only the exit code is left."""
+    stats = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            stats.append(file.read_text().rpartition(") ")[2].split())
+    return [state for state, _, _, their, *_ in stats if their == session and state != "Z"]
 
 
 def test_an_op_without_a_selected_case_is_told_and_not_clean(told, monkeypatch):

@@ -33,6 +33,7 @@ FAULTS = {
     "refuses by 500": "malformed_requests",
     "refuses without words": "malformed_requests",
     "takes what is wrong": "malformed_requests",
+    "resets the connection": "malformed_requests",
     "keeps the slot": "aborted_stream_frees_its_slot",
     "makes it all for nobody": "aborted_stream_frees_its_slot",
     "makes it uncounted": "aborted_stream_frees_its_slot",
@@ -62,6 +63,22 @@ def test_a_fault_is_found(fault, monkeypatch):
         result = run(check, Server(url))
     assert result.status == "fail", result
     assert "Error" not in result.actual.split(":")[0], result  # convicted, not stumbled over
+
+
+@pytest.mark.parametrize(
+    ("fault", "told"),
+    [
+        ("resets the connection", "n 0: connection lost: "),
+        ("resets the next connection", "n 0: 500 "),
+        ("never answers", "n 0: no answer within 0.5 s"),
+    ],
+)
+def test_the_request_that_breaks_the_server_is_named_and_no_other(fault, told):
+    (check,) = (check for check in CHECKS if check.name == "malformed_requests")
+    with StandIn(fault) as url:
+        result = run(check, Server(url, timeout=0.5 if "never" in fault else 10.0))
+    assert result.status == "fail"
+    assert result.actual.startswith(told) and ";" not in result.actual, result
 
 
 def test_every_check_has_a_fault_that_it_finds():

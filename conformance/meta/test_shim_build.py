@@ -247,6 +247,27 @@ def test_objects_of_long_ago_are_removed(scratch):
     assert not old.exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("objects/moe-avx2-0123456789abcdef.o", True),
+        ("objects/moe-avx2-0123456789abcdef.o.log", True),
+        ("opshim_cpu-0123456789abcdef/libopshim_cpu.so", True),
+        ("opshim_cpu-0123456789abcdef/libopshim_cpu.so.sha256", True),
+        ("objects/pack-1.o", False),
+        ("flashinfer/sampling.so", False),
+        ("torch_extensions-1/libopshim_cpu.so", False),
+    ],
+)
+def test_in_a_cache_that_other_programs_share_only_our_own_files_are_removed(scratch, name, ours):
+    file = scratch / "cache" / name
+    file.parent.mkdir(parents=True)
+    file.touch()
+    os.utime(file, (0, 0))
+    build_library(tiny_spec(scratch), scratch / "lib")
+    assert file.exists() is not ours
+
+
 def test_a_compiler_is_known_by_its_version_not_by_its_name(tmp_path):
     tool = tmp_path / "tool"
     for says, known in (

@@ -3,6 +3,7 @@
 import itertools
 import logging
 import re
+import time
 import weakref
 
 import pytest
@@ -121,6 +122,29 @@ def test_outside_the_domain_the_reference_serves_and_it_is_counted(op, mode, cap
     with using(Policy(mode)):
         assert op(X.double())[0].item() == 2.0
     assert counts(op) == {"reference": (1, 0, 0, 1)}
+    assert not caplog.records
+
+
+def test_a_call_outside_the_domain_counts_as_one_when_it_is_answered(scratch):
+    """Else what counts calls inside the domain, as the one less the other, were below zero."""
+
+    @shim.op()
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("reference broke")
+
+    broken.domain(lambda x: "outside")
+    with pytest.raises(shim.OpExecutionError):
+        broken(X)
+    assert counts(broken) == {"reference": (0, 1, 0, 0)}
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_outside_the_domain_a_candidate_whose_guard_takes_the_call_serves_it(op, mode, caplog):
+    provider(op, "p", supports=lambda x, times=1: x.dtype == torch.float32 or "needs float32")
+    provider(op, "q", result=8.0)
+    with using(Policy(mode)):
+        assert op(X.double())[0].item() == 8.0
+    assert counts(op) == {"q": (1, 0, 0, 0)}  # to refuse it is nothing that counts
     assert not caplog.records
 
 
@@ -268,6 +292,22 @@ def test_second_failure_in_a_row_opens_the_breaker_for_a_minute(op):
     broken[0] = False
     assert chain.call(X)[0].item() == 7.0
     assert states(chain)["p"] == "selected"
+
+
+def test_an_open_breaker_is_counted_until_its_pause_is_over(op, monkeypatch):
+    provider(op, "p", result=RuntimeError("no"))
+    chain = Chain(op, "cpu", clock=Clock())
+    opened = time.time()
+
+    def is_open():
+        return [row.breaker_open for row in health.summary() if row[:2] == (op.name, "p")] == [1]
+
+    for expected in (False, True):
+        chain.call(X)
+        assert is_open() is expected
+    for later, expected in ((50, True), (61, False)):
+        monkeypatch.setattr(time, "time", lambda later=later: opened + later)
+        assert is_open() is expected
 
 
 def test_memory_of_a_provider_that_failed_is_free_when_the_next_one_answers(op):

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 import shim
 from conformance.meta.scratch import Clock, double_op, provider
 from shim import health
-from shim.health import CALLS, FAILURES, Breaker, Counters, Row, counters
+from shim.health import CALLS, FAILURES, OPEN_UNTIL, Breaker, Counters, Row, counters
 
 
 def in_child(work, then_kill=False):
@@ -115,6 +116,20 @@ def test_a_full_disk_is_met_when_the_file_is_made_and_not_by_a_count(scratch):
     mine.open(scratch / "run")
     made = mine.path.stat()
     assert made.st_blocks * 512 >= made.st_size > 0  # no hole, in which a count would be a SIGBUS
+
+
+def test_a_breaker_counts_as_open_until_its_pause_is_over_on_other_machines_too(scratch):
+    now = int(time.time())
+    for until in (now + 60, now + 60, now - 1):  # three processes
+        mine = Counters()
+        mine.open(scratch / "run")
+        mine.values[mine.slot("a", "p") + CALLS] = 2
+        mine.values[mine.slot("a", "p") + OPEN_UNTIL] = until
+    assert mine.rows() == [Row("a", "p", 2, 0, 0, 0)]
+    (scratch / "other").mkdir()
+    (scratch / "other" / "calls-of-node1.bin").write_bytes(health.packed(scratch / "run"))
+    for folder in ("run", "other"):
+        assert health.summary(scratch / folder) == [Row("a", "p", 6, 0, 0, 0, breaker_open=2)]
 
 
 def test_half_made_counter_file_is_skipped(scratch):

@@ -177,6 +177,13 @@ def test_symbol_missing_in_one_place_is_found_in_the_next(scratch, library, inst
     assert found.library.path == installed
 
 
+def test_a_folder_may_be_given_relative_to_where_one_is(scratch, library, installed, monkeypatch):
+    monkeypatch.chdir(installed.parent)
+    monkeypatch.setenv("OPSHIM_LIBRARY_PATH", ".")
+    found = library.precompiled(SYMBOLS)
+    assert (library.paths()[0], found.library and found.library.path) == (installed, installed), found.reason
+
+
 def test_search_path_is_users_folders_then_package_then_cache(scratch, library, installed, monkeypatch):
     mine = scratch / "mine"
     mine.mkdir()

@@ -206,6 +206,28 @@ def test_a_run_that_is_stopped_reports_what_it_has_and_leaves_no_process(tmp_pat
     assert not [process for process in Path("/proc").glob("[0-9]*") if _names(process, tmp_path)]
 
 
+def test_a_run_of_pytest_that_is_stopped_leaves_no_folder_of_last_words(tmp_path):
+    (tmp_path / "mine.py").write_text(SLOW)
+    given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum"]
+    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", "-n1", "-p", "no:cacheprovider", *given]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes)
+    while run.poll() is None and not (tmp_path / "calls").exists():
+        time.sleep(0.1)
+    assert list(tmp_path.glob("opshim-workers-*"))
+    run.terminate()
+    said, _ = run.communicate(timeout=90)
+    assert run.returncode == 2 and not list(tmp_path.glob("opshim-workers-*")), said
+    assert not [process for process in Path("/proc").glob("[0-9]*") if _names(process, tmp_path)]
+
+
+def test_a_note_on_a_lost_process_leaves_no_open_file(tmp_path):
+    before = os.listdir("/proc/self/fd")
+    workers.lose(tmp_path, "moe_sum", "timeout")
+    assert os.listdir("/proc/self/fd") == before
+    assert len(list(tmp_path.iterdir())) == workers.TIMEOUT
+
+
 def _names(process: Path, what: Path) -> bool:
     """Whether the command line names it."""
     try:

@@ -28,6 +28,8 @@ from conformance.perf.gpu_sizes import GPU_LAYER
 from conformance.perf.sizes import LAYER, TINY
 from conformance.run import Target
 from conformance.selection import Selection, SelectionError
+from shim.dispatch import Chain
+from shim.table import UNASKED
 
 ROTATED_BYTES = 64 << 20  # inputs are rotated until they exceed this, which is more than a cache holds
 MOST_INPUTS = 8
@@ -137,16 +139,31 @@ def speeds(names: Sequence[str], device: str, providers: Sequence[str]) -> Itera
         for size in sizes:
             case = Case(name, "layer", size, dtype)
             inputs = rotation(case, device)
-            refusals = {p: t.missing or t.unavailable or t.refusal(inputs[0]) for p, t in targets.items()}
-            functions = {p: t.function for p, t in targets.items() if not refusals[p]}
+            reasons = {p: refusal(target, inputs[0]) for p, target in targets.items()}
+            functions = {p: target.function for p, target in targets.items() if not reasons[p]}
             reference, *others = medians([shim.get(name).reference, *functions.values()], inputs, device)
-            ms = dict(zip(functions, others, strict=True))
+            found = dict(zip(functions, others, strict=True))
+            ms = {p: one for p, one in found.items() if not isinstance(one, Exception)}
+            reasons |= {p: reason(error) for p, error in found.items() if p not in ms}
             row = {"op": name, "size": case.id.removeprefix(f"{name}-layer-"), "reference_ms": reference}
             row["providers"] = {
                 provider: {"ms": ms.get(provider), "speedup": None if why else reference / ms[provider], "reason": why}
-                for provider, why in refusals.items()
+                for provider, why in reasons.items()
             }
             yield row
+
+
+def refusal(target: Target, arguments: dict[str, Any]) -> str:
+    """Why there is nothing to be timed on that provider, or ""."""
+    try:
+        return target.missing or target.unavailable or target.refusal(arguments)
+    except Exception as error:  # noqa: BLE001 - whatever a provider's guard raises
+        return reason(error)
+
+
+def reason(error: Exception) -> str:
+    """What a provider raised, in one line: it stands in the place of its time."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def rotation(case: Case, device: str) -> list[dict[str, Any]]:
@@ -158,22 +175,36 @@ def rotation(case: Case, device: str) -> list[dict[str, Any]]:
     return inputs
 
 
-def medians(functions: Sequence[Callable], inputs: list[dict[str, Any]], device: str) -> list[float]:
-    """Median milliseconds of a call of each. The first, the reference, has REFERENCE_SECONDS for its calls."""
+def medians(functions: Sequence[Callable], inputs: list[dict[str, Any]], device: str) -> list[float | Exception]:
+    """Median milliseconds of a call of each, or what it raised. The first, the reference, has REFERENCE_SECONDS for its
+    calls, and what that raises is an error of the bench."""
     turns = itertools.cycle(inputs)
     times: list[list[float]] = [[] for _ in functions]
+    raised: dict[int, Exception] = {}
     limits = [REFERENCE_SECONDS, *[PROVIDER_SECONDS] * (len(functions) - 1)]
-    for function in functions:
-        function(**next(turns))
-    while waiting := [i for i, mine in enumerate(times) if len(mine) < 3 or sum(mine) < limits[i]]:
-        for i in waiting:
-            arguments = next(turns)
-            _wait(device)
-            start = time.perf_counter()
+
+    def call(i: int) -> float:
+        arguments = next(turns)
+        _wait(device)
+        start = time.perf_counter()
+        try:
             functions[i](**arguments)
             _wait(device)
-            times[i].append(time.perf_counter() - start)
-    return [1e3 * statistics.median(mine) for mine in times]
+        except Exception as error:
+            if i == 0:
+                raise
+            raised[i] = error
+        return time.perf_counter() - start
+
+    def is_timed(i: int) -> bool:
+        return i in raised or (len(times[i]) >= 3 and sum(times[i]) >= limits[i])
+
+    for i in range(len(functions)):
+        call(i)
+    while waiting := [i for i in range(len(functions)) if not is_timed(i)]:
+        for i in waiting:
+            times[i].append(call(i))
+    return [raised.get(i) or 1e3 * statistics.median(mine) for i, mine in enumerate(times)]
 
 
 def printed(rows: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -194,21 +225,32 @@ def printed(rows: Iterator[dict[str, Any]], providers: Sequence[str]) -> Iterato
 
 
 def overheads(names: Sequence[str], device: str) -> Iterator[dict[str, Any]]:
-    """Microseconds per call of the provider that serves each op: alone, and added by the shim and by torch.ops."""
+    """Microseconds per call of the provider that serves each op: alone, and added by the shim and by torch.ops; or the
+    reason why there are none."""
     for name in names:
-        op = shim.get(name)
-        selected = op.chain(device).selected
-        case = Case(name, "tiny", TINY[name], LAYER[name][0])
-        given = op.signature.bind(**case.arguments(device, case.seed())).args
-        calls = {"direct": selected.function, "shim": op, "torch": op.torch_op}
-        times: dict[str, list[float]] = {way: [] for way in calls}
-        for _, (way, call) in itertools.product(range(OVERHEAD_ROUNDS), calls.items()):
-            times[way].append(_microseconds(call, given, device))
-        direct, through_shim, through_torch = (min(times[way]) for way in calls)  # the least disturbed rounds
-        yield {
-            "op": name, "provider": selected.label, "direct_us": direct,
-            "shim_adds_us": through_shim - direct, "torch_ops_adds_us": through_torch - direct,
-        }  # fmt: skip
+        chain = shim.get(name).chain(device)
+        if chain.selected is None:
+            told = (f"{one.label}: {one.reason}" for one in chain.candidates if one.reason not in ("", UNASKED))
+            yield {"op": name, "provider": "", "reason": "; ".join(told)}
+            continue
+        row = {"op": name, "provider": chain.selected.label}
+        try:
+            yield row | _overhead(chain)
+        except Exception as error:  # noqa: BLE001 - whatever a provider raises
+            yield row | {"reason": reason(error)}
+
+
+def _overhead(chain: Chain) -> dict[str, float]:
+    op, device = chain.op, chain.device
+    case = Case(op.name, "tiny", TINY[op.name], LAYER[op.name][0])
+    given = op.signature.bind(**case.arguments(device, case.seed())).args
+    calls = {"direct": chain.selected.function, "shim": op, "torch": op.torch_op}
+    times: dict[str, list[float]] = {way: [] for way in calls}
+    for _, (way, call) in itertools.product(range(OVERHEAD_ROUNDS), calls.items()):
+        times[way].append(_microseconds(call, given, device))
+    direct, through_shim, through_torch = (min(times[way]) for way in calls)  # the least disturbed rounds
+    added = {"shim_adds_us": through_shim - direct, "torch_ops_adds_us": through_torch - direct}
+    return {"direct_us": direct} | added
 
 
 def _microseconds(call: Callable, given: tuple, device: str) -> float:
@@ -225,8 +267,9 @@ def printed_overheads(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]
     """Passes the rows on, printing each as it comes."""
     print(f"\n{'op':22}{'served by':22}{'direct us':>12}{'shim adds us':>14}{'torch.ops adds us':>19}")
     for row in rows:
-        cells = f"{row['direct_us']:12.2f}{row['shim_adds_us']:14.2f}{row['torch_ops_adds_us']:19.2f}"
-        print(f"{row['op']:22}{row['provider']:22}{cells}", flush=True)
+        times = (row.get(name) for name in ("direct_us", "shim_adds_us", "torch_ops_adds_us"))
+        cells = "".join(f"{'-' if us is None else f'{us:.2f}':>{width}}" for us, width in zip(times, (12, 14, 19)))
+        print(f"{row['op']:22}{row['provider'] or '-':22}{cells}  {row.get('reason', '')}".rstrip(), flush=True)
         yield row
 
 

@@ -18,6 +18,7 @@ import torch
 
 import shim
 from conformance.case import Case
+from conformance.perf.bench import reason, refusal
 from conformance.perf.gpu_sizes import GPU_LAYER, work
 from conformance.run import Target
 
@@ -73,13 +74,13 @@ def rows(names: Sequence[str], providers: Sequence[str], ceilings: Ceilings) -> 
 
 def timed(target: Target, inputs: list[dict[str, Any]]) -> dict[str, Any]:
     """{"us", "how": "graph" or "events", "reason"}: us is None where there is a reason."""
-    why = target.missing or target.unavailable or target.refusal(inputs[0])
+    why = refusal(target, inputs[0])
     if why:
         return {"us": None, "how": "", "reason": why}
     try:
         us, how = time_calls([lambda given=given: target.function(**given) for given in inputs])
     except Exception as error:  # noqa: BLE001 - whatever a provider raises
-        return {"us": None, "how": "", "reason": f"{type(error).__name__}: {error}"}
+        return {"us": None, "how": "", "reason": reason(error)}
     return {"us": us, "how": how, "reason": ""}
 
 

@@ -25,7 +25,7 @@ def page(folder: Path) -> str:
     for op, runs in measured.items():
         for name, rows in runs.items():
             parts.append(_speed(f"{op}, {name}" if len(runs) > 1 else op, rows))
-    overhead = [row for one in documents.values() for row in one.get("overhead", ())]
+    overhead = [row for one in documents.values() for row in one.get("overhead", ()) if "direct_us" in row]
     if overhead:
         parts.append("## What the shim adds\n\n" + _table(
             ("op", "served by", "direct us", "shim adds us"),

@@ -160,6 +160,16 @@ def _folder_of(place: Path) -> Path:
     return place.parent if all("file" in entry for entry in _load(place).get("reports", [{}])) else place
 
 
+@contextmanager
+def whole(*places: str | Path) -> Iterator[None]:
+    """ReportError where something is lacking in the reports of these places that whoever reads them needs."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        where, what = " or ".join(map(str, places)), f"{type(error).__name__}: {error}"
+        raise ReportError(f"{where} is no report of the conformance suite, or damaged ({what})") from error
+
+
 def pages(place: Path) -> Path:
     """The folder for what is drawn of a folder of reports: itself; of a file: one beside it, <its name>-report."""
     place = _folder_of(place)

@@ -42,7 +42,8 @@ class Change(NamedTuple):
 
 def show(old: str | Path, new: str | Path) -> int:
     """Prints the differences and draws them as compare.html in NEW. 1 where something regressed, else 0."""
-    changes = compare(reports_of.read(Path(old)), reports_of.read(Path(new)))
+    with reports_of.whole(old, new):
+        changes = compare(reports_of.read(Path(old)), reports_of.read(Path(new)))
     print(text(changes))
     place = reports_of.pages(Path(new))
     reports_of.save_text(place / "compare.html", page(changes, str(old), str(new)))

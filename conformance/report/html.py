@@ -30,14 +30,15 @@ def show(folder: str | Path) -> int:
 
 def draw(folder: Path) -> list[Path]:
     """Writes index.html, a page per op, and summary.md; returns the index and the summary."""
-    reports = reports_of.read(folder)
-    if not reports:
-        raise reports_of.ReportError(f"{folder} holds an empty report")
+    with reports_of.whole(folder):
+        reports = reports_of.read(folder)
+        if not reports:
+            raise reports_of.ReportError(f"{folder} holds an empty report")
+        texts = {f"{op}.html": op_page(op, reports) for op in words.ops(reports)}
+        texts |= {"index.html": index(reports), "summary.md": markdown.summary(reports)}
     place = reports_of.pages(folder)
-    reports_of.save_text(place / "index.html", index(reports))
-    for op in words.ops(reports):
-        reports_of.save_text(place / f"{op}.html", op_page(op, reports))
-    reports_of.save_text(place / "summary.md", markdown.summary(reports))
+    for name, text in texts.items():
+        reports_of.save_text(place / name, text)
     return [place / "index.html", place / "summary.md"]
 
 

@@ -107,9 +107,12 @@ def case_of(document: dict[str, Any], path: Path) -> Case:
 
     if document["problem"]:
         try:
-            return Problem(**document["problem"]).case()
-        except (TypeError, KeyError):
-            raise ReplayError(f"{path} is no replay file of the conformance suite: its problem is none") from None
+            problem = Problem(**document["problem"])
+            problem.arguments("cpu")
+            return problem.case()
+        except Exception as error:  # noqa: BLE001 - whatever comes of sizes, values or layouts that are none
+            why = f"its problem is none ({type(error).__name__}: {error})".partition("\n")[0]
+            raise ReplayError(f"{path} is no replay file of the conformance suite: {why}") from None
     for case in all_cases():
         if case.id == document["case"]:
             return case

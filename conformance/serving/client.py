@@ -107,7 +107,7 @@ class Server:
         self.root = root_of(url)
         self.key = os.environ.get("OPENAI_API_KEY") or "none"
         self.timeout = timeout
-        self.http = httpx.Client(base_url=self.root, headers=self.headers, timeout=timeout)
+        self.http = self._client()
         self.openai = openai.OpenAI(base_url=f"{self.root}/v1", api_key=self.key, max_retries=0, timeout=timeout)
         model = self._models()[0]
         self.model, self.context = model["id"], model.get("max_model_len")
@@ -116,6 +116,9 @@ class Server:
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"}
+
+    def _client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.root, headers=self.headers, timeout=self.timeout)
 
     def _models(self) -> list[dict[str, Any]]:
         try:
@@ -171,6 +174,11 @@ class Server:
         """Any body at all, however wrong."""
         content = {"content": body} if isinstance(body, bytes) else {"json": {"model": self.model, **body}}
         return self.http.post(path, **content, **options)
+
+    def reconnect(self) -> None:
+        """The next answer to `post` comes over a connection of its own."""
+        self.http.close()
+        self.http = self._client()
 
     # ---- what the checks need to know --------------------------------------------------------------------------------
 
