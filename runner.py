@@ -11,7 +11,8 @@ except ModuleNotFoundError:
     print(NO_MODULE.format("click"), file=sys.stderr)
     sys.exit(2)
 
-PASS_ON = {"ignore_unknown_options": True}
+# No "-h": click would find it in vLLM's -dph, which it reads letter by letter.
+PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 FILES = click.option(
     "--provider-file", "provider_files", multiple=True, metavar="FILE", help="A file that registers implementations."
 )
@@ -36,6 +37,9 @@ class Command(click.Command):
 
     def get_short_help_str(self, limit=45):
         return super().get_short_help_str(200)
+
+    def parse_args(self, ctx, args):
+        return super().parse_args(ctx, ["--help" if one == "-h" else one for one in args])
 
     def invoke(self, ctx):
         from shim import variables

@@ -56,11 +56,22 @@ def test_conform_takes_one_provider_and_drops_none(run):
     assert result.exit_code == 2 and "one at a time, got torch and vllm" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("command", sorted(runner.main.commands))
-def test_every_command_has_help_with_an_example(run, command):
-    result = run(command, "--help")
+def test_every_command_has_help_with_an_example(run, command, option):
+    result = run(command, option)
     assert result.exit_code == 0
     assert f"python runner.py {command}" in result.output
+
+
+@pytest.mark.parametrize(
+    "options", [["-dph"], ["-cc.cudagraph_mode=FULL"], ["-tp", "2"], ["-O3", "--port", "1", "-ac.backend", "X", "-ech"]]
+)
+def test_short_options_of_vllm_are_passed_on_as_they_are(run, monkeypatch, options):
+    given = []
+    monkeypatch.setattr("shim.vllm_plugin.serve.serve", lambda arguments, **_: given.extend(arguments) or 0)
+    assert run("serve", "a-model", *options).exit_code == 0
+    assert given == ["a-model", *(one for one in options if one not in ("--port", "1"))]
 
 
 def test_the_list_of_commands_has_whole_sentences(run):
