@@ -11,19 +11,22 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from conformance.serving.engines import free_port
 from shim.health import Row
 from shim.vllm_plugin import launch
 from shim.vllm_plugin.serve import calls_table
+from shim.vllm_plugin.supervise import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the child runs instead of vLLM: a server with a process of its own beside it, or one that misbehaves.
 STAND_IN = """
-import http.server, os, signal, subprocess, sys
+import http.server, os, signal, socket, subprocess, sys
 rules = os.environ.get("OPSHIM_REQUEST_POLICY")
 print("arguments:", sys.argv, "policy:", os.environ["OPSHIM_POLICY"], "rules:", rules, flush=True)
 left_out = ("OPSHIM_RUN_DIR", "VLLM_API_KEY")
@@ -56,8 +59,9 @@ def main():
         def do_GET(self):
             self.send_response(200)
             self.end_headers()
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    http.server.HTTPServer(("127.0.0.1", port), Answer).serve_forever()
+    host, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--host", "--port"))
+    http.server.HTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    http.server.HTTPServer((host, int(port)), Answer).serve_forever()
 """
 
 
@@ -76,9 +80,7 @@ def serve(tmp_path):
     started = []
 
     def start(behaviour, *arguments, variables=()):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = free_port()
         command = [sys.executable, ROOT / "runner.py", "serve", model, "--policy", "reference", "--port", str(port)]
         paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour} | dict(variables)
@@ -249,6 +251,52 @@ def test_the_answer_of_another_process_on_the_port_is_not_ready(serve):
         other.server_close()
     assert process.returncode == 1 and is_gone(helper)
     assert "another process has taken its port" in log.splitlines()[-1] and "opshim: ready" not in out
+
+
+@pytest.mark.parametrize("host", ["::", "::1"])
+def test_a_server_on_ipv6_is_ready_too(serve, host):
+    with socket.socket(socket.AF_INET6) as other:
+        try:
+            other.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+    process, port = serve("serves", "--host", host)
+    assert f"ready on http://[::1]:{port} after" in lines_until(process.stdout, "curl")[-2]
+
+
+@pytest.fixture
+def listening():
+    """listening(answer) -> Server: of what answers each request so, in a thread of this process."""
+    opened = []
+
+    def start(answer):
+        listener = socket.create_server(("127.0.0.1", 0))
+        opened.append(listener)
+
+        def run():
+            with suppress(OSError):  # closed
+                while True:
+                    with listener.accept()[0] as asking:
+                        asking.recv(4096)
+                        asking.sendall(answer)
+
+        threading.Thread(target=run, daemon=True).start()
+        port = listener.getsockname()[1]
+        return Server(f"http://127.0.0.1:{port}/health", port)
+
+    yield start
+    for listener in opened:
+        listener.close()
+
+
+def test_the_server_is_asked_past_a_proxy(listening, monkeypatch):
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which knows the proxies of its time
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    assert listening(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").is_ready(os.getpgrp())
+
+
+def test_what_does_not_speak_http_is_not_ready(listening):
+    assert not listening(b"220 mail.example.org\r\n").is_ready(os.getpgrp())
 
 
 def test_a_dry_run_ends_before_vllm_starts(serve):

@@ -191,6 +191,10 @@ def test_serve_refuses_a_port_in_use(run, model):
         assert not result.stdout
 
 
+def test_serve_refuses_a_host_that_is_no_name(run, model, free_port):
+    refused(run("serve", model, "--port", free_port, "--host", "a..b"), f"cannot listen on a..b port {free_port}")
+
+
 def test_serve_refuses_a_folder_that_is_not_there(run, free_port):
     refused(run("serve", "/not/there", "--port", free_port), "/not/there does not exist")
     refused(run("serve", "README.md", "--port", free_port), "README.md is a file")

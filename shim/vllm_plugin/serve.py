@@ -127,12 +127,12 @@ def serve(
         return STOPPED
     selected = {chain.op.name: chain.selected.label for chain in chains}
     scheme = "https" if "--ssl-certfile" in options else "http"
-    url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    url = f"{scheme}://{_reached(host)}:{port}"
     request = {"model": options.get("--served-model-name") or model.name, "prompt": "The ", "max_tokens": 32}
     hint = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
     generates = options.get("--runner") != "pooling" and options.get("--convert") in (None, "auto", "none")
     node = nodes.of(options, nodes.contents(model.config, model.path if model.local else None))
-    return _run(command, environment, url, hint if generates else "", selected, node)
+    return _run(command, environment, url, port, hint if generates else "", selected, node)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -166,8 +166,14 @@ def check_port(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-    except OSError as error:
-        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # the second: "a..b" is no name
+        raise ServeError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _reached(host: str) -> str:
+    """In a URL, from this machine, a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def check_vllm() -> str:
@@ -307,6 +313,7 @@ def _run(
     command: list[str],
     environment: dict[str, str],
     url: str,
+    port: int,
     hint: str,
     selected: Mapping[str, str],
     node: nodes.Node | None,
@@ -332,7 +339,7 @@ def _run(
 
     with tempfile.TemporaryDirectory(prefix="opshim-run-") as run:
         with nodes.Guest(node, run) if node else nullcontext() as guest:
-            supervisor = Supervisor(guest if headless else Server(f"{url}/health"), ready, stopping)
+            supervisor = Supervisor(guest if headless else Server(f"{url}/health", port), ready, stopping)
             end = supervisor.run(command, environment | {"OPSHIM_RUN_DIR": run})
         print(calls_table(summary(run), selected), flush=True)
     if end.signal is not None:

@@ -13,9 +13,9 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from shim.vllm_plugin.launch import LIFELINE
 
@@ -34,6 +34,9 @@ _BARE = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [\d-]+ [\d:]+ \[\S+\] )?(?P<
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[\S+\])?")  # of a process of vLLM
 _ENGINE = re.compile(r"\((?:EngineCore|Worker)\w* pid=")
 _LISTENS = "0A"  # in /proc/net/tcp
+_HERE = urllib.request.build_opener(  # asks this machine itself: past any proxy, whatever its certificate says
+    urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+)
 
 
 @dataclass
@@ -62,24 +65,24 @@ class Watched(Protocol):
 
 @dataclass
 class Server:
-    """One that answers at the URL `health` once it is ready."""
+    """One that answers at the URL `health`, on `port`, once it is ready."""
 
     health: str
+    port: int
     trouble: str = ""
     grace: float = GRACE
 
     def is_ready(self, group: int) -> bool:
         answers = self._answers()
-        if answers and not is_served_by(group, urlsplit(self.health).port):
+        if answers and not is_served_by(group, self.port):
             self.trouble = f"another process has taken its port and answers at {self.health.removesuffix('/health')}"
         return answers and not self.trouble
 
     def _answers(self) -> bool:
         try:
-            own = ssl._create_unverified_context() if self.health.startswith("https:") else None  # to itself
-            with urllib.request.urlopen(self.health, timeout=1, context=own) as answer:
+            with _HERE.open(self.health, timeout=1) as answer:
                 return answer.status == 200
-        except OSError:
+        except (OSError, HTTPException):  # the second: something else listens there, which does not speak HTTP
             return False
 
 
@@ -173,6 +176,8 @@ class Supervisor:
             *lines, line = (line + chunk).replace(b"\r", b"\n").split(b"\n")
             for text in lines:
                 self._note(text.decode(errors="replace"))
+        if line:  # the last one, cut short
+            self._note(line.decode(errors="replace"))
 
     def _note(self, line: str) -> None:
         now, words, bare = time.monotonic(), cause_in(line), _BARE.match(line)
