@@ -18,6 +18,7 @@ import shim
 from conformance import certificates, report
 from conformance.report.text import text
 from conformance.selection import Selection
+from shim import signals
 from shim.loading import user_cache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,36 +84,26 @@ def conform(
 
 def _run(command: Sequence[str]) -> tuple[int, str, bool]:
     """(its code, what it says, errors too, whether a signal stopped it). How far it is, it tells now and then."""
-
-    def interrupt(which, _):
-        if before[which] is not signal.SIG_IGN:  # as under nohup, or in what a script has started with &
-            raise KeyboardInterrupt
-
-    # A handler even where it is ignored: what is ignored here would be in the child, which is to hear SIGINT.
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {which: signal.getsignal(which) for which in signals}
-    for which in signals:
-        signal.signal(which, interrupt)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     said: list[str] = []
     stopped, child = False, None
-    try:
-        child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # a signal reaches it from here only
-        listener = Thread(target=_listen, args=(child.stdout, said), daemon=True)
-        listener.start()
-        child.wait()
-    except KeyboardInterrupt:
-        stopped = True
-        print("conform: interrupted; what has been run is reported", file=sys.stderr, flush=True)
-        if child:
-            child.send_signal(signal.SIGINT)
-            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
-                child.wait(PATIENCE)
-    finally:
-        if child:
-            end_session(child.pid)
-        for which, handler in before.items():
-            signal.signal(which, handler)
+    with signals.heard():
+        try:
+            # In a session of its own: signals reach it from here only.
+            child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
+            listener = Thread(target=_listen, args=(child.stdout, said), daemon=True)
+            listener.start()
+            child.wait()
+        except KeyboardInterrupt:
+            stopped = True
+            print("conform: interrupted; what has been run is reported", file=sys.stderr, flush=True)
+            if child:
+                child.send_signal(signal.SIGINT)
+                with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                    child.wait(PATIENCE)
+        finally:
+            if child:
+                end_session(child.pid)
     if child is None:
         return FAIL, "", stopped
     listener.join(PATIENCE)

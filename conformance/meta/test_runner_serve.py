@@ -64,6 +64,13 @@ def main():
     http.server.HTTPServer((host, int(port)), Answer).serve_forever()
 """
 
+# What the preflight asks of vLLM's code, in a process of its own: never answers.
+ASKED = """
+import os, pathlib, time
+pathlib.Path(os.environ["ASKED"]).write_text(str(os.getpid()))
+time.sleep(300)
+"""
+
 
 @pytest.fixture
 def serve(tmp_path):
@@ -79,14 +86,13 @@ def serve(tmp_path):
     (model / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors
     started = []
 
-    def start(behaviour, *arguments, variables=()):
+    def start(behaviour, *arguments, variables=(), shell='exec "$@"'):
         port = free_port()
         command = [sys.executable, ROOT / "runner.py", "serve", model, "--policy", "reference", "--port", str(port)]
         paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour} | dict(variables)
-        process = subprocess.Popen(
-            [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(["sh", "-c", shell, "sh", *command, *arguments], env=environment, **pipes)
         started.append(process)
         return process, port
 
@@ -158,6 +164,33 @@ def test_a_signal_before_it_is_ready_is_no_success(serve, behaviour):
     assert process.returncode == 128 + signal.SIGINT and is_gone(helper)
     assert out.splitlines()[-1] == "opshim: stopped by SIGINT before it was ready"
     assert "opshim: SIGINT: stopping vLLM, which has 5 s; another signal kills it" in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_preflight_ends_what_was_asked_too(serve, tmp_path, number):
+    (tmp_path / "stand_in" / "vllm" / "entrypoints" / "cli" / "serve.py").write_text(ASKED)
+    process, _ = serve("serves", variables={"ASKED": tmp_path / "asked", "OPSHIM_CACHE": tmp_path / "cache"})
+    lines_until(process.stdout, "  disk ")
+    deadline = time.monotonic() + 60
+    while not ((asked := tmp_path / "asked").exists() and asked.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, log = process.communicate(timeout=60)
+    assert (process.returncode, log) == (128 + number, f"opshim: stopped by {number.name}\n")
+    assert is_gone(int(asked.read_text()))
+
+
+def test_signals_that_are_ignored_on_purpose_stop_nothing(serve):
+    process, port = serve("serves", shell='trap "" INT HUP; exec "$@"')
+    for last in ("preflight", "curl"):
+        lines_until(process.stdout, last)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health").status == 200
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.endswith("opshim: stopped by SIGTERM\n")
 
 
 def test_options_of_vllm_and_the_policy_reach_the_child(serve):

@@ -85,6 +85,15 @@ def test_without_the_environment_a_command_says_where_it_is(missing):
     assert (done.returncode, done.stderr) == (2, f"opshim: no module {missing}: use .venv/bin/python, or make env\n")
 
 
+def test_ctrl_c_ends_every_command_with_its_number(run, monkeypatch):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shim.startup.chain_table", interrupted)
+    result = run("ops")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "opshim: stopped by SIGINT\n")
+
+
 def test_an_unknown_command_names_the_known_ones(run):
     result = run("confrom")
     assert result.exit_code == 2 and "No such command 'confrom'" in result.stderr and "bench, build, conform" in result.stderr

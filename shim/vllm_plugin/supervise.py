@@ -17,11 +17,11 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Protocol
 
+from shim import signals
 from shim.vllm_plugin.launch import LIFELINE
 
 GRACE = 15.0  # seconds from the first signal to SIGKILL, for a server
 GRACE_OF_START = 5.0  # before it is ready, or in trouble: vLLM may be deaf to signals then, and has no request to end
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAUSE = re.compile(
     r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?"
     r"(?P<words>opshim: .*|\b[\w.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$"
@@ -113,34 +113,32 @@ class Supervisor:
     def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
         """Starts a command that ends with its OPSHIM_LIFELINE (launch.py), and stays until it has ended or a signal
         ended it."""
-        before = {number: signal.signal(number, self._stopped) for number in STOPS}
-        lifeline, held = os.pipe()
-        try:
-            child = subprocess.Popen(
-                command,
-                env=environment | {LIFELINE: str(lifeline)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(lifeline,),
-                start_new_session=True,
-            )
-            os.close(lifeline)
-            log = threading.Thread(target=self._pass_on, args=(child.stdout,), daemon=True)
-            log.start()
-            self._watch(child)
-            ended = time.monotonic()
-            _clear(child.pid)
-            log.join(timeout=5)
-        finally:
-            os.close(held)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with signals.heard(self._stopped):
+            lifeline, held = os.pipe()
+            try:
+                child = subprocess.Popen(
+                    command,
+                    env=environment | {LIFELINE: str(lifeline)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(lifeline,),
+                    start_new_session=True,
+                )
+                os.close(lifeline)
+                log = threading.Thread(target=self._pass_on, args=(child.stdout,), daemon=True)
+                log.start()
+                self._watch(child)
+                ended = time.monotonic()
+                _clear(child.pid)
+                log.join(timeout=5)
+            finally:
+                os.close(held)
         first = self.signals[0] if self.signals else None
         return End(child.returncode, first, self._cause(ended), self.trouble, self.ready)
 
-    def _stopped(self, number, frame) -> None:
-        self.signals.append(signal.Signals(number))
+    def _stopped(self, number: signal.Signals) -> None:
+        self.signals.append(number)
         self.stop.set()
 
     def _watch(self, child: subprocess.Popen) -> None:
