@@ -200,6 +200,21 @@ def test_options_of_vllm_and_the_policy_reach_the_child(serve):
     assert "'--served-model-name', 'a-model'" in told and "policy: reference" in told
 
 
+def test_keys_and_tokens_reach_the_child_and_are_not_told(serve):
+    given = ["--api-key", "secret 1", "secret 2", "--seed", "1", "--hf_token=secret 3"]
+    process, _ = serve("serves", *given)
+    assert str(given)[1:-1] in lines_until(process.stderr, "arguments:")[-1]
+    told = "".join(lines_until(process.stdout, "curl"))
+    assert "secret" not in told and "--api-key '***' '***' --seed 1 '--hf_token=***'\n" in told
+
+
+def test_a_variable_that_is_not_the_users_does_not_reach_the_child(serve):
+    process, _ = serve("serves", variables={"OPSHIM_REQUEST_POLICY": "refuse_large_n", "OPSHIM_RUN_DIR": "/not/there"})
+    told = "".join(lines_until(process.stdout, "curl"))
+    assert "OPSHIM_REQUEST_POLICY=" not in told and "OPSHIM_RUN_DIR=" not in told
+    assert "rules: None" in lines_until(process.stderr, "arguments:")[-1]
+
+
 def test_the_example_asks_for_the_name_that_is_served(serve):
     process, _ = serve("serves", "--served-model-name", "mine", "--enforce-eager")
     assert '"model": "mine"' in lines_until(process.stdout, "curl")[-1]

@@ -167,6 +167,14 @@ def test_a_provider_file_that_is_no_python_or_registers_nothing_is_named(run, tm
         refused(run("conform", "--provider-file", file, "--provider", "mylib"), str(file), words)
 
 
+def test_serve_refuses_a_provider_file_that_it_could_not_name_to_vllm(run, tmp_path, model, free_port):
+    (file := tmp_path / "a:b.py").write_text(UNAVAILABLE)
+    assert run("ops", "--provider-file", file).exit_code == 0
+    result = run("serve", model, "--port", free_port, "--provider-file", file)
+    refused(result, f"provider file {file}", "no ':' may be in its path")
+    assert not result.stdout
+
+
 def test_a_provider_file_with_a_wrong_signature_is_named_with_its_line(run, tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text(UNAVAILABLE.replace("topk_ids=None", "ids=None"))
