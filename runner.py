@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 NO_MODULE = "opshim: no module {}: use .venv/bin/python, or make env"
@@ -11,7 +12,8 @@ except ModuleNotFoundError:
     print(NO_MODULE.format("click"), file=sys.stderr)
     sys.exit(2)
 
-PASS_ON = {"ignore_unknown_options": True}
+# No "-h": click would find it in vLLM's -dph, which it reads letter by letter.
+PASS_ON = {"ignore_unknown_options": True, "help_option_names": ["--help"]}
 FILES = click.option(
     "--provider-file", "provider_files", multiple=True, metavar="FILE", help="A file that registers implementations."
 )
@@ -37,6 +39,9 @@ class Command(click.Command):
     def get_short_help_str(self, limit=45):
         return super().get_short_help_str(200)
 
+    def parse_args(self, ctx, args):
+        return super().parse_args(ctx, ["--help" if one == "-h" else one for one in args])
+
     def invoke(self, ctx):
         from shim import variables
 
@@ -47,7 +52,8 @@ class Command(click.Command):
 
 
 class Commands(click.Group):
-    """Errors that opshim raises on purpose, and a lack of torch, end a command with one line and exit code 2."""
+    """Errors that opshim raises on purpose, and a lack of torch, end a command with one line and exit code 2, and
+    signals with one line and 128 plus their number."""
 
     command_class = Command
 
@@ -63,6 +69,10 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except click.ClickException:
             raise
+        except KeyboardInterrupt as stop:
+            number = getattr(stop, "signal", signal.SIGINT)
+            click.echo(f"opshim: stopped by {number.name}", err=True)
+            sys.exit(128 + number)
         except Exception as error:
             if isinstance(error, ModuleNotFoundError) and error.name == "torch":
                 click.echo(NO_MODULE.format("torch"), err=True)
@@ -110,9 +120,11 @@ def serve(arguments, **options):
               python runner.py serve ~/models/mine --dry-run
               python runner.py serve --request-policy clamp_max_tokens,no_thinking_when_short,refuse_large_n
     """
+    from shim import signals
     from shim.vllm_plugin.serve import serve
 
-    sys.exit(serve(arguments, **options))
+    with signals.heard():
+        sys.exit(serve(arguments, **options))
 
 
 @main.command()

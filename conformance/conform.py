@@ -9,8 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -18,6 +18,7 @@ import shim
 from conformance import certificates, report
 from conformance.report.text import text
 from conformance.selection import Selection
+from shim import signals
 from shim.loading import user_cache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,9 +87,9 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     said: list[str] = []
     stopped, child = False, None
-    with signals_interrupt():
+    with signals.heard():
         try:
-            # in a session of its own: a signal reaches it from here only
+            # In a session of its own: signals reach it from here only.
             child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)
             listener = Thread(target=_listen, args=(child.stdout, said), daemon=True)
             listener.start()
@@ -117,24 +118,6 @@ def _listen(stdout, said: list[str]) -> None:
         if done and time.monotonic() - told > NEWS:
             told = time.monotonic()
             print(f"conform: {done[1]} %", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def signals_interrupt() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP raise KeyboardInterrupt as SIGINT does, but for those that were ignored before."""
-
-    def interrupt(which, _):
-        if before[which] is not signal.SIG_IGN:  # as under nohup, or in what a script has started with &
-            raise KeyboardInterrupt
-
-    # A handler even where it is ignored: what is ignored here would be in a child, which is to hear SIGINT.
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {which: signal.signal(which, interrupt) for which in signals}
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
 
 
 def end_session(session: int) -> None:

@@ -33,8 +33,9 @@ from pathlib import Path
 
 import click
 
-from conformance.conform import end_session, signals_interrupt
+from conformance.conform import end_session
 from ops_native.build import cuda_spec
+from shim import signals
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ("memcheck", "racecheck")
@@ -292,7 +293,7 @@ def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
     import shim
 
     end = time.monotonic() + seconds - GRACE
-    click.get_current_context().with_resource(signals_interrupt())
+    click.get_current_context().with_resource(signals.heard())
     if wrong := set(ops) - set(shim.names()):
         raise click.BadParameter(f"{', '.join(wrong)} is no op; there are {', '.join(shim.names())}")
     ops, out = ops or shim.names(), out.resolve()

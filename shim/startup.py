@@ -11,7 +11,7 @@ import opshim  # noqa: F401 - registers every op and its native implementations
 from shim import dispatch, plugins, table
 from shim import policy as policies
 from shim.device import DEVICES
-from shim.errors import UnknownNameError
+from shim.errors import OpshimError, UnknownNameError
 from shim.policy import Policy
 
 
@@ -30,8 +30,13 @@ def prepare(
 
 
 def environment(policy: Policy, files: Iterable[str]) -> dict[str, str]:
-    """The variables that make a child process prepare itself the same way."""
+    """The variables that make a child process prepare itself the same way; OpshimError for a file that they cannot
+    name."""
     listed = [str(Path(file).resolve()) for file in files]
+    for file in listed:
+        if os.pathsep in file:
+            why = f"no '{os.pathsep}' may be in its path, as OPSHIM_PROVIDER_FILES is split there"
+            raise OpshimError(f"provider file {file}: {why}")
     inherited = os.environ.get("OPSHIM_PROVIDER_FILES")
     return policy.environment() | {"OPSHIM_PROVIDER_FILES": os.pathsep.join(listed + [inherited] * bool(inherited))}
 

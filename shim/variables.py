@@ -27,8 +27,8 @@ VALUES = {
 }
 LISTS = ("OPSHIM_PROVIDER", "OPSHIM_PROVIDER_FILES")
 FOLDERS = ("OPSHIM_CERTIFICATES", "OPSHIM_LIBRARY_PATH", "OPSHIM_CACHE")
-INTERNAL = ("OPSHIM_REQUEST_POLICY", "OPSHIM_RUN_DIR", "OPSHIM_LIFELINE")  # how `serve` talks to its child
-NAMES = (*VALUES, *LISTS, *FOLDERS, *INTERNAL)
+NAMES = (*VALUES, *LISTS, *FOLDERS)
+INTERNAL = ("OPSHIM_REQUEST_POLICY", "OPSHIM_RUN_DIR", "OPSHIM_LIFELINE")  # from `serve` to its child
 
 
 def value(name: str, environ: Mapping[str, str] = os.environ) -> str:

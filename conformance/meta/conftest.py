@@ -11,7 +11,7 @@ from shim.op import temporary
 def scratch(tmp_path, monkeypatch):
     """A clean shim: ops and providers registered by the test are forgotten, no OPSHIM_ variable is set but the cache,
     the policy is the default; gives the test's folder."""
-    for name in variables.NAMES:
+    for name in (*variables.NAMES, *variables.INTERNAL):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OPSHIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(dispatch, "_warned", set())

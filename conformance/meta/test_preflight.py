@@ -397,7 +397,7 @@ def test_the_log_tells_a_lost_process_from_an_error(line, cause):
 
 
 def test_an_option_with_a_wrong_value_is_named():
-    ended = Supervisor(Server("http://127.0.0.1:9/health"), on_ready=print, on_stop=print)
+    ended = Supervisor(Server("http://127.0.0.1:9/health", 9), on_ready=print, on_stop=print)
     for line in (
         "pydantic_core._pydantic_core.ValidationError: 2 validation errors for SchedulerConfig",
         "max_num_batched_tokens",
@@ -410,10 +410,18 @@ def test_an_option_with_a_wrong_value_is_named():
 
 
 def test_an_error_without_a_message_is_told_with_the_line_above_it():
-    ended = Supervisor(Server("http://127.0.0.1:9/health"), on_ready=print, on_stop=print)
+    ended = Supervisor(Server("http://127.0.0.1:9/health", 9), on_ready=print, on_stop=print)
     for line in ("Traceback (most recent call last):", "    raise ValueError", "    assert dp_rank == 0", "AssertionError"):
         ended._note(f"(APIServer pid=7) {line}")
     assert ended._cause(0.0) == "AssertionError: assert dp_rank == 0"
+
+
+def test_a_last_line_that_was_cut_short_is_read(tmp_path):
+    ended = Supervisor(Server("http://127.0.0.1:9/health", 9), on_ready=print, on_stop=print)
+    (tmp_path / "log").write_text("INFO all is well\nValueError: no room")
+    with (tmp_path / "log").open("rb") as log:
+        ended._pass_on(log)
+    assert ended._cause(0.0) == "ValueError: no room"
 
 
 REFUSED = "(ApiServer_1 pid=7) ERROR 12-01 [api_router.py:75] vllm.exceptions.VLLMValidationError: max_tokens=5000"
@@ -433,7 +441,7 @@ FATAL = "(EngineCore pid=8) ERROR 12-01 [core.py:3] RuntimeError: no such block"
 )
 def test_the_cause_of_an_end_is_no_request_that_was_refused(monkeypatch, was_ready, lines, told):
     """Lines of the log, each with the seconds from it to the end."""
-    ended = Supervisor(Server("http://127.0.0.1:9/health"), on_ready=print, on_stop=print, ready=was_ready)
+    ended = Supervisor(Server("http://127.0.0.1:9/health", 9), on_ready=print, on_stop=print, ready=was_ready)
     for before, line in lines:
         monkeypatch.setattr("time.monotonic", lambda before=before: 100.0 - before)
         ended._note(line)

@@ -11,19 +11,22 @@ import sys
 import threading
 import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from conformance.serving.engines import free_port
 from shim.health import Row
 from shim.vllm_plugin import launch
 from shim.vllm_plugin.serve import calls_table
+from shim.vllm_plugin.supervise import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 
 # What the child runs instead of vLLM: a server with a process of its own beside it, or one that misbehaves.
 STAND_IN = """
-import http.server, os, signal, subprocess, sys
+import http.server, os, signal, socket, subprocess, sys
 rules = os.environ.get("OPSHIM_REQUEST_POLICY")
 print("arguments:", sys.argv, "policy:", os.environ["OPSHIM_POLICY"], "rules:", rules, flush=True)
 left_out = ("OPSHIM_RUN_DIR", "VLLM_API_KEY")
@@ -56,8 +59,16 @@ def main():
         def do_GET(self):
             self.send_response(200)
             self.end_headers()
-    port = int(sys.argv[sys.argv.index("--port") + 1])
-    http.server.HTTPServer(("127.0.0.1", port), Answer).serve_forever()
+    host, port = (sys.argv[sys.argv.index(name) + 1] for name in ("--host", "--port"))
+    http.server.HTTPServer.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    http.server.HTTPServer((host, int(port)), Answer).serve_forever()
+"""
+
+# What the preflight asks of vLLM's code, in a process of its own: never answers.
+ASKED = """
+import os, pathlib, time
+pathlib.Path(os.environ["ASKED"]).write_text(str(os.getpid()))
+time.sleep(300)
 """
 
 
@@ -75,16 +86,13 @@ def serve(tmp_path):
     (model / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors
     started = []
 
-    def start(behaviour, *arguments, variables=()):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+    def start(behaviour, *arguments, variables=(), shell='exec "$@"'):
+        port = free_port()
         command = [sys.executable, ROOT / "runner.py", "serve", model, "--policy", "reference", "--port", str(port)]
         paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour} | dict(variables)
-        process = subprocess.Popen(
-            [*command, *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(["sh", "-c", shell, "sh", *command, *arguments], env=environment, **pipes)
         started.append(process)
         return process, port
 
@@ -158,11 +166,53 @@ def test_a_signal_before_it_is_ready_is_no_success(serve, behaviour):
     assert "opshim: SIGINT: stopping vLLM, which has 5 s; another signal kills it" in out
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_preflight_ends_what_was_asked_too(serve, tmp_path, number):
+    (tmp_path / "stand_in" / "vllm" / "entrypoints" / "cli" / "serve.py").write_text(ASKED)
+    process, _ = serve("serves", variables={"ASKED": tmp_path / "asked", "OPSHIM_CACHE": tmp_path / "cache"})
+    lines_until(process.stdout, "  disk ")
+    deadline = time.monotonic() + 60
+    while not ((asked := tmp_path / "asked").exists() and asked.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, log = process.communicate(timeout=60)
+    assert (process.returncode, log) == (128 + number, f"opshim: stopped by {number.name}\n")
+    assert is_gone(int(asked.read_text()))
+
+
+def test_signals_that_are_ignored_on_purpose_stop_nothing(serve):
+    process, port = serve("serves", shell='trap "" INT HUP; exec "$@"')
+    for last in ("preflight", "curl"):
+        lines_until(process.stdout, last)
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)
+    time.sleep(1)
+    assert urllib.request.urlopen(f"http://127.0.0.1:{port}/health").status == 200
+    process.terminate()
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and out.endswith("opshim: stopped by SIGTERM\n")
+
+
 def test_options_of_vllm_and_the_policy_reach_the_child(serve):
     process, _ = serve("serves", "--max-model-len", "64", "--dtype=float32")
     told = lines_until(process.stderr, "arguments:")[-1]
     assert "'--max-model-len', '64', '--dtype=float32'" in told
     assert "'--served-model-name', 'a-model'" in told and "policy: reference" in told
+
+
+def test_keys_and_tokens_reach_the_child_and_are_not_told(serve):
+    given = ["--api-key", "secret 1", "secret 2", "--seed", "1", "--hf_token=secret 3"]
+    process, _ = serve("serves", *given)
+    assert str(given)[1:-1] in lines_until(process.stderr, "arguments:")[-1]
+    told = "".join(lines_until(process.stdout, "curl"))
+    assert "secret" not in told and "--api-key '***' '***' --seed 1 '--hf_token=***'\n" in told
+
+
+def test_a_variable_that_is_not_the_users_does_not_reach_the_child(serve):
+    process, _ = serve("serves", variables={"OPSHIM_REQUEST_POLICY": "refuse_large_n"})
+    told = "".join(lines_until(process.stdout, "curl"))
+    assert "OPSHIM_REQUEST_POLICY is no variable of opshim; not read" in told and "OPSHIM_REQUEST_POLICY=" not in told
+    assert "rules: None" in lines_until(process.stderr, "arguments:")[-1]
 
 
 def test_the_example_asks_for_the_name_that_is_served(serve):
@@ -249,6 +299,52 @@ def test_the_answer_of_another_process_on_the_port_is_not_ready(serve):
         other.server_close()
     assert process.returncode == 1 and is_gone(helper)
     assert "another process has taken its port" in log.splitlines()[-1] and "opshim: ready" not in out
+
+
+@pytest.mark.parametrize("host", ["::", "::1"])
+def test_a_server_on_ipv6_is_ready_too(serve, host):
+    with socket.socket(socket.AF_INET6) as other:
+        try:
+            other.bind(("::1", 0))
+        except OSError:
+            pytest.skip("no IPv6 here")
+    process, port = serve("serves", "--host", host)
+    assert f"ready on http://[::1]:{port} after" in lines_until(process.stdout, "curl")[-2]
+
+
+@pytest.fixture
+def listening():
+    """listening(answer) -> Server: of what answers each request so, in a thread of this process."""
+    opened = []
+
+    def start(answer):
+        listener = socket.create_server(("127.0.0.1", 0))
+        opened.append(listener)
+
+        def run():
+            with suppress(OSError):  # closed
+                while True:
+                    with listener.accept()[0] as asking:
+                        asking.recv(4096)
+                        asking.sendall(answer)
+
+        threading.Thread(target=run, daemon=True).start()
+        port = listener.getsockname()[1]
+        return Server(f"http://127.0.0.1:{port}/health", port)
+
+    yield start
+    for listener in opened:
+        listener.close()
+
+
+def test_the_server_is_asked_past_a_proxy(listening, monkeypatch):
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which knows the proxies of its time
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{free_port()}")
+    assert listening(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").is_ready(os.getpgrp())
+
+
+def test_what_does_not_speak_http_is_not_ready(listening):
+    assert not listening(b"220 mail.example.org\r\n").is_ready(os.getpgrp())
 
 
 def test_a_dry_run_ends_before_vllm_starts(serve):

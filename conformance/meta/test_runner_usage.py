@@ -56,11 +56,22 @@ def test_conform_takes_one_provider_and_drops_none(run):
     assert result.exit_code == 2 and "one at a time, got torch and vllm" in result.stderr
 
 
+@pytest.mark.parametrize("option", ["--help", "-h"])
 @pytest.mark.parametrize("command", sorted(runner.main.commands))
-def test_every_command_has_help_with_an_example(run, command):
-    result = run(command, "--help")
+def test_every_command_has_help_with_an_example(run, command, option):
+    result = run(command, option)
     assert result.exit_code == 0
     assert f"python runner.py {command}" in result.output
+
+
+@pytest.mark.parametrize(
+    "options", [["-dph"], ["-cc.cudagraph_mode=FULL"], ["-tp", "2"], ["-O3", "--port", "1", "-ac.backend", "X", "-ech"]]
+)
+def test_short_options_of_vllm_are_passed_on_as_they_are(run, monkeypatch, options):
+    given = []
+    monkeypatch.setattr("shim.vllm_plugin.serve.serve", lambda arguments, **_: given.extend(arguments) or 0)
+    assert run("serve", "a-model", *options).exit_code == 0
+    assert given == ["a-model", *(one for one in options if one not in ("--port", "1"))]
 
 
 def test_the_list_of_commands_has_whole_sentences(run):
@@ -72,6 +83,15 @@ def test_without_the_environment_a_command_says_where_it_is(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; sys.argv[1:] = ['ops']; import runner; runner.main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, f"opshim: no module {missing}: use .venv/bin/python, or make env\n")
+
+
+def test_ctrl_c_ends_every_command_with_its_number(run, monkeypatch):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shim.startup.chain_table", interrupted)
+    result = run("ops")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "opshim: stopped by SIGINT\n")
 
 
 def test_an_unknown_command_names_the_known_ones(run):
@@ -147,6 +167,14 @@ def test_a_provider_file_that_is_no_python_or_registers_nothing_is_named(run, tm
         refused(run("conform", "--provider-file", file, "--provider", "mylib"), str(file), words)
 
 
+def test_serve_refuses_a_provider_file_that_it_could_not_name_to_vllm(run, tmp_path, model, free_port):
+    (file := tmp_path / "a:b.py").write_text(UNAVAILABLE)
+    assert run("ops", "--provider-file", file).exit_code == 0
+    result = run("serve", model, "--port", free_port, "--provider-file", file)
+    refused(result, f"provider file {file}", "no ':' may be in its path")
+    assert not result.stdout
+
+
 def test_a_provider_file_with_a_wrong_signature_is_named_with_its_line(run, tmp_path):
     file = tmp_path / "wrong.py"
     file.write_text(UNAVAILABLE.replace("topk_ids=None", "ids=None"))
@@ -178,6 +206,10 @@ def test_serve_refuses_a_port_in_use(run, model):
         port = other.getsockname()[1]
         refused(result := run("serve", model, "--port", port), f"127.0.0.1 port {port}", "in use")
         assert not result.stdout
+
+
+def test_serve_refuses_a_host_that_is_no_name(run, model, free_port):
+    refused(run("serve", model, "--port", free_port, "--host", "a..b"), f"cannot listen on a..b port {free_port}")
 
 
 def test_serve_refuses_a_folder_that_is_not_there(run, free_port):

@@ -6,6 +6,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+SECRETS = ("--api-key", "--hf-token")
+
 
 class Options:
     """vLLM's own options as given: "--name value", "--name=value" or "--name", with "_" or "-"."""
@@ -60,6 +62,18 @@ class Options:
                 yield text[:2], text[2:]  # "-qawq"
             yield name.replace("_", "-"), value
         yield from ((name, json.dumps(fields)) for name, fields in objects.items())
+
+
+def without_secrets(arguments: Sequence[str]) -> Iterator[str]:
+    """The same with *** for keys and tokens, which a log is not to hold."""
+    secret = False
+    for text in arguments:
+        name, equals, _ = text.partition("=")
+        if re.match(r"-\D", text):
+            secret = name.replace("_", "-") in SECRETS
+            yield f"{name}=***" if secret and equals else text
+        else:
+            yield "***" if secret else text
 
 
 def _put(fields: dict, path: Sequence[str], value: str) -> None:

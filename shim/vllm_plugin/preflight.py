@@ -34,10 +34,10 @@ LEAST_LENGTH = 16  # tokens, below which no server is worth its start
 def preflight(plan: Plan, tell: Callable[[Finding], None], verdict: Check | None = None) -> list[Finding]:
     """All findings, each told as soon as it is there; those with a code stand in the way. Sets plan.max_model_len.
     `verdict`: of vLLM on the arguments, where it is asked for."""
-    module = (registered() or {}).get(plan.architecture)
-    importing = ImportCheck(plan.architecture, module) if module else None
-    findings = []
+    findings, importing = [], None
     try:
+        module = (registered() or {}).get(plan.architecture)
+        importing = ImportCheck(plan.architecture, module) if module else None
         checks = CHECKS | {  # those that wait for a process come last
             "model class": lambda plan: preflight_model.model_class(plan, importing),
             "options": lambda plan: preflight_model.arguments(plan, verdict),

@@ -24,11 +24,12 @@ from typing import TextIO
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
+from shim.variables import INTERNAL
 from shim.vllm_plugin import capacity, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
 from shim.vllm_plugin.honoured import COMPILING, DTYPES
-from shim.vllm_plugin.options import Options
+from shim.vllm_plugin.options import Options, without_secrets
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "models" / "opshim-tiny"
@@ -83,6 +84,7 @@ def serve(
         raise ServeError(f"opshim serves no op of {_architecture(model.config)} ({model.name})")
     mode = policy or os.environ.get("OPSHIM_POLICY") or "strict"
     chosen = startup.prepare(mode, providers, provider_files, require_certified)
+    own = startup.environment(chosen, provider_files)
     say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
     chains = dispatch.resolve(needed, device)
     print(table.text(chains), flush=True)
@@ -101,7 +103,6 @@ def serve(
 
     print("preflight", flush=True)
     plan = Plan(model, options, dtype, device, chosen.mode, chains)
-    own = startup.environment(chosen, provider_files)
     added, variables = defaults(model, options, device)
     verdict = Verdict([model.path, *added, *options.given], variables | os.environ | own)
     findings = preflight(plan, lambda one: print(one, flush=True), verdict)
@@ -127,12 +128,12 @@ def serve(
         return STOPPED
     selected = {chain.op.name: chain.selected.label for chain in chains}
     scheme = "https" if "--ssl-certfile" in options else "http"
-    url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
+    url = f"{scheme}://{_reached(host)}:{port}"
     request = {"model": options.get("--served-model-name") or model.name, "prompt": "The ", "max_tokens": 32}
     hint = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
     generates = options.get("--runner") != "pooling" and options.get("--convert") in (None, "auto", "none")
     node = nodes.of(options, nodes.contents(model.config, model.path if model.local else None))
-    return _run(command, environment, url, hint if generates else "", selected, node)
+    return _run(command, environment, url, port, hint if generates else "", selected, node)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -166,8 +167,14 @@ def check_port(host: str, port: int) -> None:
         with socket.socket(family, kind, protocol) as listener:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-    except OSError as error:
-        raise ServeError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # the second: "a..b" is no name
+        raise ServeError(f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _reached(host: str) -> str:
+    """In a URL, from this machine, a server that listens on `host`."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def check_vllm() -> str:
@@ -273,7 +280,7 @@ def vllm_command(
     model: Model, options: Options, host: str, port: int, device: str, own: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
     """Command and environment of vLLM's `serve`; what the user gave wins over each default. `own`: opshim's variables.
-    Both are told, as a line that can be run by hand."""
+    Both are told, as a line that can be run by hand, but for keys."""
     arguments, variables = defaults(model, options, device)
     command = [sys.executable, "-m", launch.__name__, model.path]
     if "--headless" not in options:
@@ -281,15 +288,16 @@ def vllm_command(
     command += arguments
     if request_rules.VARIABLE in own:
         command += ["--middleware", request_rules.PATH]
-    environment = variables | os.environ | own
+    inherited = {name: value for name, value in os.environ.items() if name not in INTERNAL}
+    environment = variables | inherited | own
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "opshim" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},opshim"
     command += options.given
-    theirs = (name for name in os.environ if name.startswith(("OPSHIM_", "VLLM_")) and name != "VLLM_API_KEY")
+    theirs = (name for name in inherited if name.startswith(("OPSHIM_", "VLLM_")) and name != "VLLM_API_KEY")
     names = dict.fromkeys([*variables, *own, *theirs])  # an empty one is none
     line = [f"{name}={shlex.quote(environment[name])}" for name in names if environment[name]]
-    say(" ".join([*line, shlex.join(command)]))
+    say(" ".join([*line, shlex.join(without_secrets(command))]))
     return command, environment
 
 
@@ -307,6 +315,7 @@ def _run(
     command: list[str],
     environment: dict[str, str],
     url: str,
+    port: int,
     hint: str,
     selected: Mapping[str, str],
     node: nodes.Node | None,
@@ -332,7 +341,7 @@ def _run(
 
     with tempfile.TemporaryDirectory(prefix="opshim-run-") as run:
         with nodes.Guest(node, run) if node else nullcontext() as guest:
-            supervisor = Supervisor(guest if headless else Server(f"{url}/health"), ready, stopping)
+            supervisor = Supervisor(guest if headless else Server(f"{url}/health", port), ready, stopping)
             end = supervisor.run(command, environment | {"OPSHIM_RUN_DIR": run})
         print(calls_table(summary(run), selected), flush=True)
     if end.signal is not None:

@@ -13,15 +13,15 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
+from shim import signals
 from shim.vllm_plugin.launch import LIFELINE
 
 GRACE = 15.0  # seconds from the first signal to SIGKILL, for a server
 GRACE_OF_START = 5.0  # before it is ready, or in trouble: vLLM may be deaf to signals then, and has no request to end
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _CAUSE = re.compile(
     r"^(?!.*\b(?:DEBUG|INFO|WARNING)\b).*?"
     r"(?P<words>opshim: .*|\b[\w.]*(?:Error|Exception|Interrupt)\b: .*|error: .*)$"
@@ -34,6 +34,9 @@ _BARE = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [\d-]+ [\d:]+ \[\S+\] )?(?P<
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[\S+\])?")  # of a process of vLLM
 _ENGINE = re.compile(r"\((?:EngineCore|Worker)\w* pid=")
 _LISTENS = "0A"  # in /proc/net/tcp
+_HERE = urllib.request.build_opener(  # asks this machine itself: past any proxy, whatever its certificate says
+    urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
+)
 
 
 @dataclass
@@ -62,24 +65,24 @@ class Watched(Protocol):
 
 @dataclass
 class Server:
-    """One that answers at the URL `health` once it is ready."""
+    """One that answers at the URL `health`, on `port`, once it is ready."""
 
     health: str
+    port: int
     trouble: str = ""
     grace: float = GRACE
 
     def is_ready(self, group: int) -> bool:
         answers = self._answers()
-        if answers and not is_served_by(group, urlsplit(self.health).port):
+        if answers and not is_served_by(group, self.port):
             self.trouble = f"another process has taken its port and answers at {self.health.removesuffix('/health')}"
         return answers and not self.trouble
 
     def _answers(self) -> bool:
         try:
-            own = ssl._create_unverified_context() if self.health.startswith("https:") else None  # to itself
-            with urllib.request.urlopen(self.health, timeout=1, context=own) as answer:
+            with _HERE.open(self.health, timeout=1) as answer:
                 return answer.status == 200
-        except OSError:
+        except (OSError, HTTPException):  # the second: something else listens there, which does not speak HTTP
             return False
 
 
@@ -110,34 +113,32 @@ class Supervisor:
     def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
         """Starts a command that ends with its OPSHIM_LIFELINE (launch.py), and stays until it has ended or a signal
         ended it."""
-        before = {number: signal.signal(number, self._stopped) for number in STOPS}
-        lifeline, held = os.pipe()
-        try:
-            child = subprocess.Popen(
-                command,
-                env=environment | {LIFELINE: str(lifeline)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(lifeline,),
-                start_new_session=True,
-            )
-            os.close(lifeline)
-            log = threading.Thread(target=self._pass_on, args=(child.stdout,), daemon=True)
-            log.start()
-            self._watch(child)
-            ended = time.monotonic()
-            _clear(child.pid)
-            log.join(timeout=5)
-        finally:
-            os.close(held)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        with signals.heard(self._stopped):
+            lifeline, held = os.pipe()
+            try:
+                child = subprocess.Popen(
+                    command,
+                    env=environment | {LIFELINE: str(lifeline)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=(lifeline,),
+                    start_new_session=True,
+                )
+                os.close(lifeline)
+                log = threading.Thread(target=self._pass_on, args=(child.stdout,), daemon=True)
+                log.start()
+                self._watch(child)
+                ended = time.monotonic()
+                _clear(child.pid)
+                log.join(timeout=5)
+            finally:
+                os.close(held)
         first = self.signals[0] if self.signals else None
         return End(child.returncode, first, self._cause(ended), self.trouble, self.ready)
 
-    def _stopped(self, number, frame) -> None:
-        self.signals.append(signal.Signals(number))
+    def _stopped(self, number: signal.Signals) -> None:
+        self.signals.append(number)
         self.stop.set()
 
     def _watch(self, child: subprocess.Popen) -> None:
@@ -173,6 +174,8 @@ class Supervisor:
             *lines, line = (line + chunk).replace(b"\r", b"\n").split(b"\n")
             for text in lines:
                 self._note(text.decode(errors="replace"))
+        if line:  # the last one, cut short
+            self._note(line.decode(errors="replace"))
 
     def _note(self, line: str) -> None:
         now, words, bare = time.monotonic(), cause_in(line), _BARE.match(line)
