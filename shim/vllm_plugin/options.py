@@ -36,6 +36,11 @@ class Options:
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
 
+    @property
+    def generates(self) -> bool:
+        """Whether vLLM is to answer with tokens, not with vectors."""
+        return self.get("--runner") != "pooling" and self.get("--convert") in (None, "auto", "none")
+
     def remove(self, name: str) -> None:
         """An option that is followed by its value, if it was given."""
         if name in self.given:

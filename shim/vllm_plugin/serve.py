@@ -27,7 +27,7 @@ from shim.health import Row, summary
 from shim.vllm_plugin import capacity, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
-from shim.vllm_plugin.honoured import COMPILING, DTYPES
+from shim.vllm_plugin.honoured import COMPILING
 from shim.vllm_plugin.options import Options
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,17 +67,19 @@ def serve(
     rules = () if request_policy is None else request_rules.parse(request_policy)
     if not (dry_run or headless):  # a dry run tells of it together with all else
         check_port(host, port)
-    model = find_model(model, options.get("--load-format") != "dummy", options.fields("--hf-overrides"))
+    weights, overrides = options.get("--load-format") != "dummy", options.fields("--hf-overrides")
+    model = find_model(model, weights, overrides, options.get("--revision"))
     device = check_vllm()
 
     from shim import dispatch, startup, table
     from shim.candidates import UNAVAILABLE
     from shim.vllm_plugin.arguments import Verdict
+    from shim.vllm_plugin.dtype import served_dtype
     from shim.vllm_plugin.findings import Finding, Plan
     from shim.vllm_plugin.models import ops_for_model
     from shim.vllm_plugin.preflight import preflight
 
-    dtype = served_dtype(model.config, options.get("--dtype") or "auto")
+    dtype = served_dtype(model, options)
     needed = ops_for_model(model.config, dtype)
     if not needed:
         raise ServeError(f"opshim serves no op of {_architecture(model.config)} ({model.name})")
@@ -130,9 +132,8 @@ def serve(
     url = f"{scheme}://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
     request = {"model": options.get("--served-model-name") or model.name, "prompt": "The ", "max_tokens": 32}
     hint = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
-    generates = options.get("--runner") != "pooling" and options.get("--convert") in (None, "auto", "none")
     node = nodes.of(options, nodes.contents(model.config, model.path if model.local else None))
-    return _run(command, environment, url, hint if generates else "", selected, node)
+    return _run(command, environment, url, hint if options.generates else "", selected, node)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -194,13 +195,18 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def find_model(named: str | None, weights: bool = True, overrides: Mapping = MappingProxyType({})) -> Model:
+def find_model(
+    named: str | None,
+    weights: bool = True,
+    overrides: Mapping = MappingProxyType({}),
+    revision: str | None = None,
+) -> Model:
     """The model's folder, or a name on the Hugging Face hub; ServeError where it is not a servable checkpoint.
-    `overrides`: of its configuration, by --hf-overrides."""
+    `overrides`: of its configuration, by --hf-overrides; `revision`: of the hub's files, by --revision."""
     path = Path(named or BUNDLED).expanduser()
     if not path.is_dir():
         if named and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not Path(named).parent.is_dir():
-            return Model(named, named, False, _read_config(_from_hub(named), named, overrides))
+            return Model(named, named, False, _read_config(_from_hub(named, revision), named, overrides))
         raise ServeError(f"model folder {path} {'is a file' if path.exists() else 'does not exist'}")
     if not (path / "config.json").is_file():
         raise ServeError(f"model folder {path} has no config.json")
@@ -210,11 +216,11 @@ def find_model(named: str | None, weights: bool = True, overrides: Mapping = Map
     return Model(str(path), path.name, True, _read_config(path / "config.json", str(path), overrides))
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.hf_hub_download(name, "config.json"))
+        return Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # noqa: BLE001  every kind means the same here
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ServeError(f"model {name} is no folder, and the Hugging Face hub does not give it: {first}") from None
@@ -237,15 +243,6 @@ def _read_config(path: Path, model: str, overrides: Mapping) -> Mapping:
 
 def _architecture(config: Mapping) -> str:
     return config["architectures"][0]
-
-
-def served_dtype(config: Mapping, dtype: str) -> str:
-    """The dtype that vLLM serves in: as asked, else the checkpoint's (bfloat16 for a float32 checkpoint)."""
-    if dtype != "auto":
-        return DTYPES.get(dtype, dtype)
-    text = sizes.text_of(config)
-    own = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"
-    return "bfloat16" if own == "float32" else own
 
 
 # ---- vLLM -----------------------------------------------------------------------------------------------------------
