@@ -14,10 +14,9 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from shim.device import Memory, human
 from shim.errors import OpshimError
-from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.sizes import Sizes
 
 GIB = 2**30
@@ -112,31 +111,6 @@ def human_number(text: str, option: str) -> int:
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of one device, in bytes; `free` is None where nobody tells."""
-
-    total: int
-    free: int | None
-
-    def __str__(self) -> str:
-        return f"{human(self.total)} of memory, {'' if self.free is None else human(self.free)} free".rstrip()
-
-
-def host_memory() -> Memory:
-    """Of this machine, or of the container that this process runs in."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    told = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
-    total, free = told["MemTotal"], told["MemAvailable"]
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        if limit != "max":
-            total, free = min(total, int(limit)), min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        pass
-    return Memory(total, free)
 
 
 def gpu_memory() -> Memory:

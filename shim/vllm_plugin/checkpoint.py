@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shim.device import human
 from shim.errors import OpshimError
 from shim.vllm_plugin.sizes import LINEAR, Sizes
 
@@ -255,12 +256,3 @@ def _ranges(numbers: Iterable[int]) -> str:
             runs.append([number])
     told = ",".join("-".join(map(str, run)) for run in runs)
     return told if told.isdigit() else f"{{{told}}}"
-
-
-def human(size: float) -> str:
-    """Bytes as people read them: "6.2 MiB"."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
+from shim import device as devices
 from shim.vllm_plugin import capacity, checkpoint, nodes, sizes
 from shim.vllm_plugin.serve import Model, Options
 
@@ -89,9 +90,9 @@ class Plan:
         return -(-tensor * stages * (engines if machines > 1 else 1) // machines)
 
     @cached_property
-    def memory(self) -> capacity.Memory:
+    def memory(self) -> devices.Memory:
         """Of the device that holds weights and cache."""
-        return capacity.gpu_memory() if self.device == "cuda" else capacity.host_memory()
+        return capacity.gpu_memory() if self.device == "cuda" else devices.host_memory()
 
     @cached_property
     def room(self) -> tuple[int, str]:

@@ -18,10 +18,10 @@ import torch
 
 from shim import device as devices
 from shim import variables
+from shim.device import human
 from shim.errors import OpshimError
 from shim.loading import shown, user_cache
 from shim.vllm_plugin import capacity, nodes, preflight_model, sizes
-from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.findings import Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, registered
 from shim.vllm_plugin.serve import USAGE, ServeError, check_port

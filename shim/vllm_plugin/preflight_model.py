@@ -9,10 +9,10 @@ from pathlib import Path
 
 import torch
 
+from shim.device import human
 from shim.errors import OpshimError
 from shim.loading import shown
 from shim.vllm_plugin import capacity, checkpoint, honoured, sizes
-from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.findings import PIPELINE, TENSOR, Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, other_plugins, registered
 from shim.vllm_plugin.serve import UNSERVED, USAGE
