@@ -122,6 +122,20 @@ def test_an_architecture_without_a_table_is_said_to_be_not_compared(look, edit):
     )
 
 
+@pytest.mark.parametrize("name", ["decoder_sparse_step", "mlp_only_layers", "tie_word_embeddings", "layer_types"])
+def test_a_field_that_is_null_is_one_that_is_absent(look, model, name):
+    (model / "config.json").write_text(json.dumps(QWEN3_NEXT | {name: None}))
+    assert look()[1]["checkpoint"][0].text == "250 tensors, 6.2 MiB, 1 file; all 250 of the model are there"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("decoder_sparse_step", "checkpoint"), ("max_position_embeddings", "KV cache")]
+)
+def test_a_list_where_one_number_is_needed_is_named(look, edit, name, row):
+    edit(**{name: [1, 2]})
+    assert look()[1][row][0].text == f"not checked, as config.json has a {name} per layer"
+
+
 QWEN3_5 = QWEN3_NEXT | {"model_type": "qwen3_5_moe_text"}
 QWEN3_5_LAYER = {
     "linear_attn.in_proj_qkv.weight": (1024, 128),

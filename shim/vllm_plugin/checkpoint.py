@@ -128,7 +128,7 @@ def parameters(sizes: Sizes, architecture: str, stored: Iterable[str]) -> dict[s
     for layer, kind in enumerate(sizes.kinds):
         next_ = architecture.startswith("Qwen3Next")
         mixer = _linear(sizes, next_) if kind == LINEAR else _attention(sizes)
-        sparse = _is_sparse(config, layer) if next_ else "Moe" in architecture
+        sparse = _is_sparse(sizes, layer) if next_ else "Moe" in architecture
         mlp = _mixture(sizes, fused) if sparse else _mlp("mlp", hidden, sizes.need("intermediate_size"))
         norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         if config.get("layer_scale"):
@@ -138,9 +138,9 @@ def parameters(sizes: Sizes, architecture: str, stored: Iterable[str]) -> dict[s
     return needed
 
 
-def _is_sparse(config: Mapping, layer: int) -> bool:
-    listed = layer in (config.get("mlp_only_layers") or ())
-    return not listed and bool(config.get("num_experts")) and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+def _is_sparse(s: Sizes, layer: int) -> bool:
+    listed = layer in (s.config.get("mlp_only_layers") or ())
+    return not listed and bool(s.config.get("num_experts")) and (layer + 1) % s.need("decoder_sparse_step", 1) == 0
 
 
 def _attention(s: Sizes) -> dict[str, Shape]:

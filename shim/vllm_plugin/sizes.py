@@ -142,9 +142,9 @@ class Sizes:
         others = [name for name in OTHER_CACHES if self.config.get(name) and (windows or name != "sliding_window")]
         return set(self.kinds) <= {FULL, LINEAR} and not others
 
-    def need(self, name: str) -> int:
-        """A field of config.json that is not among these; ConfigError where it is absent."""
-        return _get(self.config, name)
+    def need(self, name: str, default: int | None = None) -> int:
+        """A field of config.json that is not among these; ConfigError where it is absent and has no default."""
+        return _get(self.config, name, default=default)
 
     @property
     def channels(self) -> int:
