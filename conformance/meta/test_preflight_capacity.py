@@ -285,8 +285,25 @@ def test_the_free_memory_is_that_of_the_fullest_visible_gpu(gpus, monkeypatch, v
     assert capacity.gpu_memory() == device.Memory(80 * 2**30, gib and gib * 2**30)
 
 
+@pytest.mark.xdist_group("vllm")
+def test_the_share_of_a_gpu_is_vllms_own():
+    cache = pytest.importorskip("vllm.config.cache")
+    assert capacity.utilization(Options([])) == cache.CacheConfig().gpu_memory_utilization
+    assert capacity.utilization(Options(["--gpu-memory-utilization", "0.5"])) == 0.5
+
+
+@pytest.mark.parametrize("line", ["float = 0.8", "float = Field(default=0.8, gt=0, le=1)"])
+def test_the_share_of_a_gpu_is_that_of_the_installed_version(monkeypatch, tmp_path, line):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "cache.py").write_text(f"    gpu_memory_utilization: {line}\n    block_size: int = 16\n")
+    monkeypatch.setattr(capacity, "vllm_folder", lambda: tmp_path)
+    assert capacity.utilization(Options([])) == 0.8
+    monkeypatch.setattr(capacity, "vllm_folder", lambda: None)
+    assert capacity.utilization(Options([])) == 0.9
+
+
 def test_findings_of_a_gpu(look, gpus, monkeypatch):
-    plan, _ = look("-tp", "4")
+    plan, _ = look("-tp", "4", "--gpu-memory-utilization", "0.9")
     plan = replace(plan, device="cuda")
     found, lack = preflight.device(plan)
     assert "2 x A GPU, sm_90, driver" in found.text and "80.0 GiB of memory, 10.0 GiB free" in found.text

@@ -17,12 +17,13 @@ from dataclasses import dataclass
 
 from shim.device import Memory, human
 from shim.errors import OpshimError
+from shim.vllm_plugin.model_class import vllm_folder
 from shim.vllm_plugin.sizes import Sizes
 
 GIB = 2**30
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 DEFAULT_SPACE = "1"  # GiB that `serve` sets it to
-UTILIZATION = 0.9  # what vLLM takes of a GPU's memory if not told; 0.92 in later versions
+UTILIZATION = "0.9"  # what vLLM 0.24 takes of a GPU's memory if not told; later versions take more
 GPU_OVERHEAD = 2 * GIB  # what activations, graphs and libraries take beside the weights, roughly
 SIZES = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 4, "float": 4}
 FULL_SIZE = (None, "", "auto")
@@ -130,7 +131,8 @@ def gpu_memory() -> Memory:
 
 
 def utilization(options) -> float:
-    given = options.get("--gpu-memory-utilization") or str(UTILIZATION)
+    """The share of a GPU's memory that vLLM takes."""
+    given = options.get("--gpu-memory-utilization") or _default_utilization()
     try:
         value = float(given)
     except ValueError:
@@ -138,6 +140,15 @@ def utilization(options) -> float:
     if not 0 < value <= 1:
         raise OpshimError(f"--gpu-memory-utilization must be a number above 0 and up to 1, got {given!r}")
     return value
+
+
+def _default_utilization() -> str:
+    """As vLLM's source has it, read as text: an import takes seconds."""
+    folder = vllm_folder()
+    file = folder and folder / "config" / "cache.py"
+    text = file.read_text() if file and file.is_file() else ""
+    found = re.search(r"gpu_memory_utilization: float =\D*([\d.]+)", text)
+    return found[1] if found else UTILIZATION
 
 
 def room(options, device: str, memory: Memory, weights: int, environ: Mapping[str, str]) -> tuple[int, str]:
