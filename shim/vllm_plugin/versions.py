@@ -248,8 +248,9 @@ CUDA = [
         "linear",
         "shim.vllm_plugin.linear_cuda",
         ("matmul_fp16",),
-        "function default_unquantized_gemm replaced",
+        "function default_unquantized_gemm replaced; UnquantizedLinearMethod.create_weights asks who serves",
         {
+            f"{LAYERS}.linear:UnquantizedLinearMethod.create_weights": None,
             f"{LAYERS}.utils:default_unquantized_gemm": "layer, x, weight, bias",
             f"{LAYERS}.utils:dispatch_unquantized_gemm": ("", "linear_backend"),  # 0.24, 0.32
         },
