@@ -72,7 +72,6 @@ def serve(
     device = check_vllm()
 
     from shim import dispatch, startup, table
-    from shim.candidates import UNAVAILABLE
     from shim.vllm_plugin.arguments import Verdict
     from shim.vllm_plugin.dtype import served_dtype
     from shim.vllm_plugin.findings import Finding, Plan
@@ -88,17 +87,8 @@ def serve(
     say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
     chains = dispatch.resolve(needed, device)
     print(table.text(chains), flush=True)
-    unserved = [chain for chain in chains if chain.selected is None]
-    if unserved:
-        lacking = ", ".join(chain.op.name for chain in unserved)
-        causes = dict.fromkeys(  # the last one's: code compiled here comes after what was compiled before
-            next((one.reason for one in reversed(chain.candidates) if one.state == UNAVAILABLE), "nobody offers one")
-            for chain in unserved
-        )
-        hint = f": {'; '.join(causes)}"
-        if chosen.require_certified:
-            hint = " that is certified ('runner.py conform' certifies)"
-        return _not_started(f"policy {chosen.mode} leaves {lacking} without an implementation{hint}", UNSERVED)
+    if reason := dispatch.unserved(chains):
+        return _not_started(reason, UNSERVED)
     _show_hooks(device, needed)
 
     print("preflight", flush=True)
