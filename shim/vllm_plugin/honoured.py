@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from shim.vllm_plugin.models import ATTENTION, EXPERTS, GATED_DELTA_NET
+from shim.vllm_plugin.models import ATTENTION, EXPERTS, GATED_DELTA_NET, LINEAR, ROUTER
 
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 TAKEN = ("float16", "bfloat16", "float32")
@@ -65,7 +65,7 @@ RULES = (
     Rule(
         ("--quantization", "-q", "--quantization-config"),
         "opshim's experts and linear layers take the checkpoint's own weights, not quantized ones",
-        (*EXPERTS, "matmul_fp16"),
+        (*ROUTER, *EXPERTS, *LINEAR),
         lambda value, asked: asked.quantized or value == "None",
     ),
     Rule(
@@ -109,17 +109,17 @@ RULES = (
         GATED_DELTA_NET,
         lambda value, asked: value == "float32" or asked.is_dtype(value),
     ),
-    Rule(("--enable-lora",), "opshim's experts know no adapters", EXPERTS[1:]),
+    Rule(("--enable-lora",), "opshim's experts know no adapters", EXPERTS),
     Rule(
         ("--moe-backend", "--kernel-config.moe_backend"),
         "it asks for vLLM's own experts",
-        EXPERTS[1:],
+        EXPERTS,
         lambda value, asked: value.lower() == "auto",
     ),
     Rule(
         ("--all2all-backend", "-a2a"),
         "opshim's experts get tokens of other ranks by allgather_reducescatter only",
-        EXPERTS[1:],
+        EXPERTS,
         lambda value, asked: (
             value in ("allgather_reducescatter", "naive", "pplx")
             or "--enable-expert-parallel" not in asked.options
@@ -129,7 +129,7 @@ RULES = (
     Rule(
         ("--model-impl",),
         "opshim's hooks are in vLLM's own model, not in others",
-        (*GATED_DELTA_NET, *EXPERTS),
+        (*GATED_DELTA_NET, *ROUTER, *EXPERTS),
         lambda value, asked: value in ("auto", "vllm"),
     ),
 )

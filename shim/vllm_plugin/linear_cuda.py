@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 import shim
 from shim.vllm_plugin.hooking import require
+from shim.vllm_plugin.models import LINEAR
 from shim.vllm_plugin.versions import HookError
 
 matmul_fp16 = shim.get("matmul_fp16")
@@ -34,7 +35,7 @@ def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
     """vLLM's; a rank that lacks the op ends as its layers are made, not in their first call."""
     _create_weights(self, layer, *args, **kwargs)
     if layer.weight.dtype is torch.float16:
-        require(("matmul_fp16",), current_platform.device_type)
+        require(LINEAR, current_platform.device_type)
 
 
 def install() -> None:
