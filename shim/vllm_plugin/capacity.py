@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from shim.device import Memory, human
 from shim.errors import OpshimError
 from shim.vllm_plugin.model_class import vllm_folder
+from shim.vllm_plugin.options import PIPELINE, TENSOR, Options
 from shim.vllm_plugin.sizes import Sizes
 
 GIB = 2**30
@@ -56,17 +57,16 @@ class Demand:
         return room // self.page / self.pages(tokens)
 
 
-def demand(sizes: Sizes, options, dtype: str, device: str) -> Demand | None:
-    """None for a model whose cache is of another kind, or does not grow. `options`: vLLM's, as in serve.py."""
-    ranks = whole(options, 1, "--tensor-parallel-size", "-tp")
-    stages = whole(options, 1, "--pipeline-parallel-size", "-pp")
+def demand(sizes: Sizes, options: Options, dtype: str, device: str) -> Demand | None:
+    """None for a model whose cache is of another kind, or does not grow."""
+    ranks, stages = options.whole(1, *TENSOR), options.whole(1, *PIPELINE)
     attention, linear = (-(-count // stages) for count in (sizes.attention_layers, sizes.linear_layers))
     if not attention or not sizes.has_plain_cache:
         return None
     cache = options.get("--kv-cache-dtype")
     item = SIZES.get(dtype if cache in FULL_SIZE else cache, 1)
     token = 2 * max(1, sizes.kv_heads // ranks) * sizes.head * item  # bytes of a token in one layer
-    block = whole(options, 128 if device == "cpu" else 16, "--block-size")
+    block = options.whole(128 if device == "cpu" else 16, "--block-size")
     if not linear:
         return Demand(block, token * block * attention, 1, 0)
     state = _state_bytes(sizes, options, dtype, device) // ranks
@@ -77,7 +77,7 @@ def demand(sizes: Sizes, options, dtype: str, device: str) -> Demand | None:
     return Demand(block, token * block * group, -(-attention // group), -(-linear // group) * (2 if caching else 1))
 
 
-def _state_bytes(sizes: Sizes, options, dtype: str, device: str) -> int:
+def _state_bytes(sizes: Sizes, options: Options, dtype: str, device: str) -> int:
     """Of one sequence in one layer over all ranks: the convolution's last inputs and the recurrent state."""
     import torch
 
@@ -90,16 +90,6 @@ def _state_bytes(sizes: Sizes, options, dtype: str, device: str) -> int:
             state = "float32"  # vLLM's platform sets it so, for a kernel of its own
     recurrent = sizes.linear_v_heads * sizes.linear_v * sizes.linear_k
     return sizes.channels * (sizes.kernel - 1) * SIZES.get(conv, 2) + recurrent * SIZES.get(state, 4)
-
-
-def whole(options, default: int, *names: str) -> int:
-    """A whole number among vLLM's options; OpshimError for one that is none."""
-    given = options.get(*names)
-    if given is None:
-        return default
-    if not re.fullmatch(r"[1-9]\d*", given):
-        raise OpshimError(f"{names[0]} must be a whole number from 1 on, got {given or 'nothing'!r}")
-    return int(given)
 
 
 def human_number(text: str, option: str) -> int:
@@ -130,7 +120,7 @@ def gpu_memory() -> Memory:
     return Memory(total, min(free) * 2**20 if free else None)
 
 
-def utilization(options) -> float:
+def utilization(options: Options) -> float:
     """The share of a GPU's memory that vLLM takes."""
     given = options.get("--gpu-memory-utilization") or _default_utilization()
     try:
@@ -151,7 +141,7 @@ def _default_utilization() -> str:
     return found[1] if found else UTILIZATION
 
 
-def room(options, device: str, memory: Memory, weights: int, environ: Mapping[str, str]) -> tuple[int, str]:
+def room(options: Options, device: str, memory: Memory, weights: int, environ: Mapping[str, str]) -> tuple[int, str]:
     """Bytes for the cache on one rank whose weights take `weights` bytes, and where that figure comes from."""
     given = options.get("--kv-cache-memory-bytes")
     space = environ.get(CPU_SPACE) if device == "cpu" else None

@@ -42,6 +42,11 @@ class Stored:
     size: int
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """All files there that may be a checkpoint's, in the formats that vLLM looks for."""
+    return [file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind)]
+
+
 def read(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint by name; CheckpointError where a file is damaged, cut short or absent. Without an
     index, of all files; with one, of those that it names."""

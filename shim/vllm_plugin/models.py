@@ -22,7 +22,7 @@ def ops_for_model(hf_config: Any, dtype: Any) -> list[str]:
     linear = "linear_attention" in kinds if kinds else _get(text, "linear_num_value_heads") is not None
     attention = any(kind != "linear_attention" for kind in kinds) if kinds else True
     attention &= _get(text, "kv_lora_rank") is None and _get(text, "model_type") not in WITHOUT_ATTENTION
-    quantized = _get(hf_config, "quantization_config") or _get(text, "quantization_config")
+    quantized = is_quantized(hf_config)
     experts = (_get(text, "num_experts") or _get(text, "num_local_experts")) and not quantized
     needed = ROUTER + EXPERTS if experts else ()
     needed += GATED_DELTA_NET if linear else ()
@@ -30,6 +30,12 @@ def ops_for_model(hf_config: Any, dtype: Any) -> list[str]:
     if str(dtype).removeprefix("torch.") in ("float16", "half") and not quantized:
         needed += LINEAR
     return list(needed)
+
+
+def is_quantized(hf_config: Any) -> bool:
+    """Whether the checkpoint's weights are, of the whole model or of its text part."""
+    parts = hf_config, _get(hf_config, "text_config")
+    return any(_get(part, "quantization_config") for part in parts if part)
 
 
 def _get(config: Any, name: str) -> Any:

@@ -24,7 +24,7 @@ from typing import TextIO
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
-from shim.vllm_plugin import capacity, launch, nodes, sizes
+from shim.vllm_plugin import capacity, checkpoint, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
 from shim.vllm_plugin.honoured import COMPILING
@@ -67,8 +67,7 @@ def serve(
     rules = () if request_policy is None else request_rules.parse(request_policy)
     if not (dry_run or headless):  # a dry run tells of it together with all else
         check_port(host, port)
-    weights, overrides = options.get("--load-format") != "dummy", options.fields("--hf-overrides")
-    model = find_model(model, weights, overrides, options.get("--revision"))
+    model = find_model(model, not options.dummy, options.fields("--hf-overrides"), options.get("--revision"))
     device = check_vllm()
 
     from shim import dispatch, startup, table
@@ -81,10 +80,10 @@ def serve(
     dtype = served_dtype(model, options)
     needed = ops_for_model(model.config, dtype)
     if not needed:
-        raise ServeError(f"opshim serves no op of {_architecture(model.config)} ({model.name})")
+        raise ServeError(f"opshim serves no op of {sizes.architecture_of(model.config)} ({model.name})")
     mode = policy or os.environ.get("OPSHIM_POLICY") or "strict"
     chosen = startup.prepare(mode, providers, provider_files, require_certified)
-    say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
+    say(f"{model.name}: {sizes.architecture_of(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
     chains = dispatch.resolve(needed, device)
     print(table.text(chains), flush=True)
     if reason := dispatch.unserved(chains):
@@ -100,7 +99,7 @@ def serve(
     if not headless:
         try:
             check_port(host, port)
-            if capacity.whole(options, 1, *nodes.COUNT) > 1 and port == nodes.master_port(options):
+            if options.whole(1, *nodes.COUNT) > 1 and port == nodes.master_port(options):
                 raise ServeError(f"port {port} is the --master-port, too, at which vLLM's processes meet")
             findings.append(Finding("port", f"{port} on {host} is free"))
         except ServeError as error:
@@ -200,7 +199,7 @@ def find_model(
         raise ServeError(f"model folder {path} {'is a file' if path.exists() else 'does not exist'}")
     if not (path / "config.json").is_file():
         raise ServeError(f"model folder {path} has no config.json")
-    if weights and not any(True for kind in ("*.safetensors", "*.bin") for _ in path.glob(kind)):
+    if weights and not checkpoint.weight_files(path):
         raise ServeError(f"model folder {path} has no weights (*.safetensors or *.bin)")
     path = path.resolve()
     return Model(str(path), path.name, True, _read_config(path / "config.json", str(path), overrides))
@@ -226,13 +225,9 @@ def _read_config(path: Path, model: str, overrides: Mapping) -> Mapping:
     if not config.get("architectures"):
         raise ServeError(f"{where} names no architecture")
     sizes.check_types(config, where)
-    if not _architecture(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
-        raise ServeError(f"opshim serves no op of {_architecture(config)} ({model})")
+    if not sizes.architecture_of(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise ServeError(f"opshim serves no op of {sizes.architecture_of(config)} ({model})")
     return config
-
-
-def _architecture(config: Mapping) -> str:
-    return config["architectures"][0]
 
 
 # ---- vLLM -----------------------------------------------------------------------------------------------------------

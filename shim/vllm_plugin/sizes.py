@@ -48,6 +48,11 @@ def text_of(config: Mapping) -> Mapping:
     return config.get("text_config") or config
 
 
+def architecture_of(config: Mapping) -> str:
+    """The name of the model's class."""
+    return config["architectures"][0]
+
+
 def overridden(config: Mapping, overrides: Mapping) -> dict:
     """A configuration with vLLM's --hf-overrides: what is said of a part of the model (text_config) is merged into it,
     all else replaces what was there."""

@@ -238,9 +238,7 @@ CUDA = [
             f"{ATTN}.backend:AttentionMetadataBuilder.build": (
                 "self, common_prefix_len, common_attn_metadata, fast_build"
             ),
-            f"{ATTN}.backend:AttentionMetadataBuilder.update_block_table": (
-                "self, metadata, blk_table, slot_mapping"
-            ),
+            f"{ATTN}.backend:AttentionMetadataBuilder.update_block_table": "self, metadata, blk_table, slot_mapping",
             f"{ATTN}.backend:AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE": None,
             **PAGED,
         },
