@@ -5,11 +5,13 @@ import os
 from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
+import runner
 from conformance.meta.looking import free, stops, tensors_of, write
 from shim.vllm_plugin import checkpoint, sizes
 from shim.vllm_plugin.dtype import served_dtype
-from shim.vllm_plugin.serve import BUNDLED, Options, find_model
+from shim.vllm_plugin.serve import BUNDLED, USAGE, Options, find_model
 
 QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
 
@@ -249,3 +251,12 @@ def test_the_hub_is_asked_for_the_revision_that_is_served(monkeypatch, tmp_path)
     model = find_model("somebody/a-model", revision="v2")
     assert served_dtype(model, Options(["--revision", "v2"])) == "float16"
     assert asked == [("somebody/a-model", "config.json", "v2"), ("somebody/a-model", "weights", "v2")]
+
+
+def test_serve_asks_the_hub_for_the_revision_that_it_was_given(monkeypatch):
+    def download(name, file, revision=None):
+        raise RuntimeError(f"no {file} in {revision} of {name}")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    result = CliRunner().invoke(runner.main, ["serve", "somebody/a-model", "--revision", "v2", "--dry-run"])
+    assert result.exit_code == USAGE and "no config.json in v2 of somebody/a-model" in result.stderr
