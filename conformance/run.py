@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import tempfile
 import time
 import traceback
@@ -34,6 +33,7 @@ from conformance.case import DTYPE_NAMES, Case
 from conformance.compare import Evaluation, Finding
 from conformance.memory import Watch, named_outputs
 from shim.candidates import bind
+from shim.device import host_memory, human
 
 judge_device: str | None = None  # where references run and results are compared; None: where the case runs
 
@@ -250,8 +250,8 @@ def lacks_memory(device: str, size: int) -> str:
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
     else:
-        free = 1024 * int(re.search(r"MemAvailable: *(\d+)", Path("/proc/meminfo").read_text())[1])
-    return f"needs {size / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free" if free < size else ""
+        free = host_memory().free
+    return f"needs {human(size)}, {human(free)} are free" if free < size else ""
 
 
 @contextmanager

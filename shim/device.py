@@ -17,6 +17,7 @@ from shim.errors import OpUnavailableError, UnknownNameError
 
 DEVICES = ("cpu", "cuda")  # the types that ops are asked for
 ISAS = ("base", "avx2", "avx512")  # what CPU kernels are compiled for, weakest first
+CGROUPS = Path("/sys/fs/cgroup")
 _NEEDS = {
     "base": set(),
     "avx2": {"avx2", "fma", "f16c"},
@@ -123,3 +124,46 @@ def cpu_isa() -> str:
     if wanted and wanted not in possible:
         raise UnknownNameError("OPSHIM_CPU_ISA of this machine", wanted, possible)
     return wanted or possible[-1]
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one device, in bytes; `free` is None where nobody tells."""
+
+    total: int
+    free: int | None
+
+    def __str__(self) -> str:
+        return f"{human(self.total)} of memory, {'' if self.free is None else human(self.free)} free".rstrip()
+
+
+def host_memory() -> Memory:
+    """Of this machine, or of the container that this process runs in."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    told = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
+    total, free = told["MemTotal"], told["MemAvailable"]
+    for folder, limit, used, prefix in (
+        (CGROUPS, "max", "current", ""),
+        (CGROUPS / "memory", "limit_in_bytes", "usage_in_bytes", "total_"),  # version 1
+    ):
+        try:
+            most, taken = (int((folder / f"memory.{name}").read_text()) for name in (limit, used))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            files = sum(int(stat[f"{prefix}{name}_file"]) for name in ("active", "inactive"))
+        except (OSError, ValueError, KeyError):  # no such group, or the limit "max"
+            continue
+        # files that were read count as used, and go when the memory is asked for
+        total, free = min(total, most), min(free, most - taken + files)
+    return Memory(total, max(0, free))
+
+
+def human(size: float) -> str:
+    """Bytes as people read them: "6.2 MiB"."""
+    for unit in ("bytes", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

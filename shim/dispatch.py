@@ -344,12 +344,25 @@ def resolve(only: Iterable[str] | None = None, device: str = "cpu", policy: Poli
     return chains
 
 
+def unserved(chains: Iterable[Chain]) -> str:
+    """Which ops the policy leaves without an implementation, and why, in one line; "" where there are none."""
+    lacking = [chain for chain in chains if chain.selected is None]
+    if not lacking:
+        return ""
+    causes = dict.fromkeys(  # the last one's: code compiled here comes after what was compiled before
+        next((one.reason for one in reversed(chain.candidates) if one.state == UNAVAILABLE), "nobody offers one")
+        for chain in lacking
+    )
+    hint = f": {'; '.join(causes)}"
+    if lacking[0].policy.require_certified:
+        hint = " that is certified ('runner.py conform' certifies)"
+    listed = ", ".join(chain.op.name for chain in lacking)
+    return f"policy {lacking[0].policy.mode} leaves {listed} without an implementation{hint}"
+
+
 def require(only: Iterable[str] | None = None, device: str = "cpu", policy: Policy | None = None) -> list[Chain]:
     """Like `resolve`; OpUnavailableError with the chain table where the policy leaves one of the ops unserved."""
     chains = resolve(only, device, policy)
-    unserved = [chain for chain in chains if chain.selected is None]
-    if unserved:
-        listed = ", ".join(chain.op.name for chain in unserved)
-        mode = unserved[0].policy.mode
-        raise OpUnavailableError(f"no implementation under policy {mode} for {listed}\n{table.text(unserved)}")
+    if reason := unserved(chains):
+        raise OpUnavailableError(f"{reason}\n{table.text([chain for chain in chains if chain.selected is None])}")
     return chains

@@ -12,11 +12,12 @@ import torch
 from shim import dispatch
 from shim.policy import Policy
 from shim.vllm_plugin import checkpoint, preflight
+from shim.vllm_plugin.dtype import served_dtype
 from shim.vllm_plugin.findings import Plan
 from shim.vllm_plugin.models import ops_for_model
-from shim.vllm_plugin.serve import BUNDLED, USAGE, Options, find_model, served_dtype
+from shim.vllm_plugin.serve import BUNDLED, USAGE, Options, find_model
 
-ITEM = {"F16": 2, "BF16": 2, "F32": 4}
+ITEM = {"F16": 2, "BF16": 2, "F32": 4, "I64": 8}
 
 
 def write(file: Path, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
@@ -73,7 +74,7 @@ def look(model, monkeypatch):
     def look(*options, policy="strict", environ=()):
         given = Options(options)
         found = find_model(str(model), overrides=given.fields("--hf-overrides"))
-        dtype = served_dtype(found.config, given.get("--dtype") or "auto")
+        dtype = served_dtype(found, given)
         chains = dispatch.resolve(ops_for_model(found.config, dtype), "cpu", Policy.parse(policy))
         plan = Plan(found, given, dtype, "cpu", policy, chains, dict(environ))
         findings, told = preflight.preflight(plan, lambda one: None), {}

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import runner
 from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
+from shim import device
 from shim.vllm_plugin import arguments, capacity, preflight, preflight_model, sizes
 from shim.vllm_plugin.serve import BUNDLED, USAGE, Options
 
@@ -154,7 +155,7 @@ def test_lengths_are_read_as_vllm_reads_them(text, value):
 
 
 def test_a_cache_that_the_machine_cannot_hold_stops(look, monkeypatch):
-    monkeypatch.setattr(capacity, "host_memory", lambda: capacity.Memory(8 * 2**30, 4 * 2**30))
+    monkeypatch.setattr(device, "host_memory", lambda: device.Memory(8 * 2**30, 4 * 2**30))
     stops(
         look(environ={"VLLM_CPU_KVCACHE_SPACE": "6"})[1],
         "memory",
@@ -163,7 +164,7 @@ def test_a_cache_that_the_machine_cannot_hold_stops(look, monkeypatch):
 
 
 def test_ranks_of_a_cpu_share_its_memory(look, monkeypatch):
-    monkeypatch.setattr(capacity, "host_memory", lambda: capacity.Memory(8 * 2**30, 3 * 2**29))
+    monkeypatch.setattr(device, "host_memory", lambda: device.Memory(8 * 2**30, 3 * 2**29))
     free(look()[1])
     cores = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     stops(look("-tp", "2", environ=cores)[1], "memory", "2 ranks, each with 3.1 MiB of weights", "are missing")
@@ -218,7 +219,7 @@ def test_a_space_that_is_no_number_stops(look):
 
 
 def test_the_memory_of_this_machine_is_told():
-    memory = capacity.host_memory()
+    memory = device.host_memory()
     assert 2**28 < memory.free <= memory.total
 
 
@@ -245,7 +246,7 @@ def test_opshims_own_cache_is_needed_by_nobody_who_serves(look, monkeypatch):
 
 
 def test_what_cannot_be_found_out_stops_nobody(look, monkeypatch):
-    monkeypatch.setattr(capacity, "host_memory", lambda: 1 / 0)
+    monkeypatch.setattr(device, "host_memory", lambda: 1 / 0)
     _, told = look()
     free(told)
     assert told["memory"][0].text == "not checked: ZeroDivisionError: division by zero"
@@ -281,14 +282,31 @@ def gpus(monkeypatch, tmp_path):
 def test_the_free_memory_is_that_of_the_fullest_visible_gpu(gpus, monkeypatch, visible, gib):
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert capacity.gpu_memory() == capacity.Memory(80 * 2**30, gib and gib * 2**30)
+    assert capacity.gpu_memory() == device.Memory(80 * 2**30, gib and gib * 2**30)
+
+
+@pytest.mark.xdist_group("vllm")
+def test_the_share_of_a_gpu_is_vllms_own():
+    cache = pytest.importorskip("vllm.config.cache")
+    assert capacity.utilization(Options([])) == cache.CacheConfig().gpu_memory_utilization
+    assert capacity.utilization(Options(["--gpu-memory-utilization", "0.5"])) == 0.5
+
+
+@pytest.mark.parametrize("line", ["float = 0.8", "float = Field(default=0.8, gt=0, le=1)"])
+def test_the_share_of_a_gpu_is_that_of_the_installed_version(monkeypatch, tmp_path, line):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "cache.py").write_text(f"    gpu_memory_utilization: {line}\n    block_size: int = 16\n")
+    monkeypatch.setattr(capacity, "vllm_folder", lambda: tmp_path)
+    assert capacity.utilization(Options([])) == 0.8
+    monkeypatch.setattr(capacity, "vllm_folder", lambda: None)
+    assert capacity.utilization(Options([])) == 0.9
 
 
 def test_findings_of_a_gpu(look, gpus, monkeypatch):
-    plan, _ = look("-tp", "4")
+    plan, _ = look("-tp", "4", "--gpu-memory-utilization", "0.9")
     plan = replace(plan, device="cuda")
-    device, lack = preflight.device(plan)
-    assert "2 x A GPU, sm_90, driver" in device.text and "80.0 GiB of memory, 10.0 GiB free" in device.text
+    found, lack = preflight.device(plan)
+    assert "2 x A GPU, sm_90, driver" in found.text and "80.0 GiB of memory, 10.0 GiB free" in found.text
     assert lack.code == USAGE and "4 ranks of the engine need as many GPUs, here are 2" in lack.text
     (memory,) = preflight.memory(plan)
     assert memory.code == USAGE and "10.0 GiB free: 60.0 GiB are missing" in memory.text

@@ -2,12 +2,16 @@
 
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
+from click.testing import CliRunner
 
+import runner
 from conformance.meta.looking import free, stops, tensors_of, write
 from shim.vllm_plugin import checkpoint, sizes
-from shim.vllm_plugin.serve import BUNDLED
+from shim.vllm_plugin.dtype import served_dtype
+from shim.vllm_plugin.serve import BUNDLED, USAGE, Options, find_model
 
 QWEN3_NEXT = json.loads((BUNDLED / "config.json").read_text())
 
@@ -120,6 +124,20 @@ def test_an_architecture_without_a_table_is_said_to_be_not_compared(look, edit):
     )
 
 
+@pytest.mark.parametrize("name", ["decoder_sparse_step", "mlp_only_layers", "tie_word_embeddings", "layer_types"])
+def test_a_field_that_is_null_is_one_that_is_absent(look, model, name):
+    (model / "config.json").write_text(json.dumps(QWEN3_NEXT | {name: None}))
+    assert look()[1]["checkpoint"][0].text == "250 tensors, 6.2 MiB, 1 file; all 250 of the model are there"
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("decoder_sparse_step", "checkpoint"), ("max_position_embeddings", "KV cache")]
+)
+def test_a_list_where_one_number_is_needed_is_named(look, edit, name, row):
+    edit(**{name: [1, 2]})
+    assert look()[1][row][0].text == f"not checked, as config.json has a {name} per layer"
+
+
 QWEN3_5 = QWEN3_NEXT | {"model_type": "qwen3_5_moe_text"}
 QWEN3_5_LAYER = {
     "linear_attn.in_proj_qkv.weight": (1024, 128),
@@ -159,3 +177,86 @@ def test_a_table_has_every_parameter_of_vllms_own_model():
     s = sizes.read(QWEN3_NEXT)
     stored = checkpoint.read(BUNDLED)
     assert checkpoint.parameters(s, "Qwen3NextForCausalLM", stored) == {name: one.shape for name, one in stored.items()}
+
+
+# ---- the dtype that is served ------------------------------------------------------------------------------------------
+
+SERVED = [  # of the whole configuration, of its text part, of the weights, options -> what vLLM serves in
+    ({"dtype": "float16"}, {}, "BF16", [], "float16"),
+    ({"torch_dtype": "float16"}, {"dtype": "bfloat16"}, "BF16", [], "float16"),
+    ({"dtype": "bfloat16", "torch_dtype": "float16"}, {}, "F16", [], "bfloat16"),
+    ({}, {"torch_dtype": "float16"}, "BF16", [], "float16"),
+    ({}, {}, "F16", [], "float16"),
+    ({}, {}, "BF16", [], "bfloat16"),
+    ({}, {}, "F16 F32", [], "bfloat16"),
+    ({}, {}, "F16 I64", [], "float16"),
+    ({}, {}, "", [], "bfloat16"),
+    ({"dtype": "float32"}, {}, "F16", [], "bfloat16"),
+    ({"dtype": "float32"}, {}, "F16", ["--runner", "pooling"], "float16"),
+    ({}, {}, "F32", ["--convert", "embed"], "float16"),
+    ({"dtype": "float16"}, {}, "F16", ["--dtype", "float"], "float32"),
+]
+
+
+@pytest.fixture(params=SERVED)
+def served(request, tmp_path):
+    """(a model's folder, options, the dtype that is served)"""
+    whole, text, stored, options, expected = request.param
+    config = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    config |= {"text_config": {"model_type": "qwen3_5_moe_text"} | text}
+    (tmp_path / "config.json").write_text(json.dumps(config | whole))
+    write(tmp_path / "model.safetensors", {dtype: (dtype, (1,)) for dtype in stored.split()})
+    return tmp_path, Options(options), expected
+
+
+def test_the_dtype_is_looked_for_where_vllm_does(served):
+    folder, options, expected = served
+    assert served_dtype(find_model(str(folder)), options) == expected
+
+
+@pytest.mark.xdist_group("vllm")
+def test_vllm_serves_in_that_dtype(served):
+    pytest.importorskip("vllm")
+    from transformers import AutoConfig
+    from vllm.config.model import _get_and_verify_dtype
+
+    folder, options, expected = served
+    asked = options.get("--dtype") or "auto"
+    pooling = bool({"--runner", "--convert"} & {*options.given})
+    config = AutoConfig.from_pretrained(folder)
+    assert str(_get_and_verify_dtype(str(folder), config, asked, is_pooling_model=pooling)) == f"torch.{expected}"
+
+
+def test_float16_of_the_weights_alone_is_seen_by_the_preflight(look, edit):
+    edit(dtype=None)
+    _, told = look()
+    free(told)
+    assert "in float16: 12 of 12 ops take them" in told["shapes"][0].text
+
+
+def test_the_hub_is_asked_for_the_revision_that_is_served(monkeypatch, tmp_path):
+    asked = []
+
+    def download(name, file, revision=None):
+        asked.append((name, file, revision))
+        (tmp_path / file).write_text(json.dumps(QWEN3_NEXT | {"dtype": None}))
+        return str(tmp_path / file)
+
+    def metadata(name, revision=None):
+        asked.append((name, "weights", revision))
+        return SimpleNamespace(parameter_count={"F16": 3})
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.get_safetensors_metadata", metadata)
+    model = find_model("somebody/a-model", revision="v2")
+    assert served_dtype(model, Options(["--revision", "v2"])) == "float16"
+    assert asked == [("somebody/a-model", "config.json", "v2"), ("somebody/a-model", "weights", "v2")]
+
+
+def test_serve_asks_the_hub_for_the_revision_that_it_was_given(monkeypatch):
+    def download(name, file, revision=None):
+        raise RuntimeError(f"no {file} in {revision} of {name}")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    result = CliRunner().invoke(runner.main, ["serve", "somebody/a-model", "--revision", "v2", "--dry-run"])
+    assert result.exit_code == USAGE and "no config.json in v2 of somebody/a-model" in result.stderr

@@ -266,6 +266,9 @@ def test_a_number_is_read_as_vllm_reads_it(app, given, told):
         ({"max_tokens": 5, "chat_template_kwargs": None}, False),
         ({"max_tokens": 5, "chat_template_kwargs": {"x": "y"}}, False),
         ({"max_tokens": 5, "chat_template_kwargs": {"enable_thinking": True}}, True),
+        ({"max_tokens": 5, "reasoning_effort": "high"}, True),
+        ({"max_tokens": 5, "reasoning_effort": "none"}, True),  # vLLM makes enable_thinking false of it
+        ({"max_tokens": 5, "reasoning_effort": None}, False),
     ],
 )
 def test_short_answers_are_not_spent_on_thinking_unless_the_client_says_so(app, fields, thinks):

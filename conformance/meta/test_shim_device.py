@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import shim
+from conformance.run import lacks_memory
 from ops_native import libraries
 from shim import device
 
@@ -86,3 +87,30 @@ def test_a_gpu_that_is_too_old_is_said_before_anything_is_compiled(monkeypatch, 
     library = shim.loading.NativeLibrary("cuda", libraries.CUDA.spec, unfit=libraries.CUDA.unfit)
     assert library.compiled({"f": "p"}).reason == "needs GPUs of sm_80 or later, here is sm_75"
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "stat"),
+    [
+        ("", "memory.max", "memory.current", "anon 5\nactive_file 1048576\ninactive_file 2097152\n"),
+        (
+            "memory",
+            "memory.limit_in_bytes",
+            "memory.usage_in_bytes",
+            "active_file 1\ntotal_active_file 1048576\ntotal_inactive_file 2097152\n",
+        ),
+    ],
+)
+def test_a_container_has_what_its_limit_leaves_beside_files_that_were_read(
+    monkeypatch, tmp_path, folder, limit, used, stat
+):
+    monkeypatch.setattr(device, "CGROUPS", tmp_path)
+    machine = device.host_memory()
+    group = tmp_path / folder
+    group.mkdir(exist_ok=True)
+    for name, text in ((limit, "8388608\n"), (used, "7340032\n"), ("memory.stat", stat)):
+        (group / name).write_text(text)
+    assert device.host_memory() == device.Memory(8 * 2**20, 4 * 2**20)
+    assert lacks_memory("cpu", 5 * 2**20) == "needs 5.0 MiB, 4.0 MiB are free"
+    (group / limit).write_text("max\n" if not folder else "9223372036854771712\n")
+    assert device.host_memory().total == machine.total > 2**28

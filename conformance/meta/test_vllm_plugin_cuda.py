@@ -158,10 +158,35 @@ def test_the_linear_hook_is_set_only_where_vllm_gives_it_out(seams, monkeypatch)
     with pytest.raises(HookError, match="does not give out"):  # on the CPU it gives out another one
         seams.linear.install()
     assert utils.default_unquantized_gemm is seams.linear._stock
+    method = seams.linear.UnquantizedLinearMethod
+    monkeypatch.setattr(method, "create_weights", method.create_weights)
     cuda = SimpleNamespace(is_rocm=lambda: False, is_cpu=lambda: False, is_cuda=lambda: True)
     monkeypatch.setattr(utils, "current_platform", cuda)
     seams.linear.install()
     assert utils.dispatch_unquantized_gemm() is seams.linear.unquantized_gemm
+    assert method.create_weights is seams.linear.create_weights
+
+
+@needs_vllm
+def test_a_rank_tells_who_serves_its_linear_layers_or_ends_as_they_are_made(seams, monkeypatch, caplog):
+    monkeypatch.setattr(hooking, "_told", set())
+
+    def stock(self, layer, dtype):
+        layer.weight = torch.zeros(8, 8, dtype=dtype)
+
+    def make(dtype):
+        seams.linear.create_weights(None, SimpleNamespace(), dtype)
+
+    monkeypatch.setattr(seams.linear, "_create_weights", stock)
+
+    with using(Policy("reference")), caplog.at_level(logging.INFO, "opshim"):
+        make(torch.bfloat16)
+        assert not caplog.records
+        make(torch.float16)
+    assert [record.getMessage() for record in caplog.records] == ["rank 0: matmul_fp16 reference"]
+    monkeypatch.setattr(seams.linear, "current_platform", SimpleNamespace(device_type="meta"))  # without native code
+    with using(Policy("strict")), pytest.raises(opshim.OpUnavailableError, match="matmul_fp16"):
+        make(torch.float16)
 
 
 # ---- start-up -------------------------------------------------------------------------------------------------------

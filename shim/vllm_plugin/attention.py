@@ -21,8 +21,10 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+from ops_reference.attention import MAX_HEAD_SIZE
 from shim.vllm_plugin.hooking import miss, require
-from shim.vllm_plugin.paged import MAX_HEAD_SIZE, OPS, attend, reshape_and_cache, split
+from shim.vllm_plugin.models import ATTENTION
+from shim.vllm_plugin.paged import attend, reshape_and_cache, split
 
 
 class ShimAttentionBackend(CPUAttentionBackend):
@@ -73,7 +75,7 @@ class ShimAttention(CPUAttentionBackendImpl):
         if self.refusal:
             miss("an attention layer", self.refusal)
         else:
-            require(OPS, current_platform.device_type)
+            require(ATTENTION, current_platform.device_type)
 
     def _refusal(self) -> str | None:
         """Why the ops are not this layer's formula."""

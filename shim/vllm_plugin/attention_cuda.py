@@ -24,8 +24,10 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from ops_reference.attention import MAX_HEAD_SIZE
 from shim.vllm_plugin.hooking import miss, require
-from shim.vllm_plugin.paged import MAX_HEAD_SIZE, OPS, attend, reshape_and_cache, split
+from shim.vllm_plugin.models import ATTENTION
+from shim.vllm_plugin.paged import attend, reshape_and_cache, split
 from shim.vllm_plugin.versions import HookError
 
 AUTO = (None, "auto")  # the cache has the model's dtype
@@ -150,7 +152,7 @@ class ShimAttention(AttentionImpl):
         if alibi_slopes is not None:
             self.alibi_slopes = torch.tensor(alibi_slopes, dtype=torch.float32, device=device)
         self.options = self.scale, self.logits_soft_cap, self.sliding_window, self.alibi_slopes
-        require(OPS, device)
+        require(ATTENTION, device)
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping) -> None:
         tokens = slot_mapping.shape[0]  # of key and value, the rows behind are padding

@@ -14,16 +14,17 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
+from shim.device import Memory, human
 from shim.errors import OpshimError
-from shim.vllm_plugin.checkpoint import human
+from shim.vllm_plugin.model_class import vllm_folder
+from shim.vllm_plugin.options import PIPELINE, TENSOR, Options
 from shim.vllm_plugin.sizes import Sizes
 
 GIB = 2**30
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 DEFAULT_SPACE = "1"  # GiB that `serve` sets it to
-UTILIZATION = 0.9  # what vLLM takes of a GPU's memory if not told; 0.92 in later versions
+UTILIZATION = "0.9"  # what vLLM 0.24 takes of a GPU's memory if not told; later versions take more
 GPU_OVERHEAD = 2 * GIB  # what activations, graphs and libraries take beside the weights, roughly
 SIZES = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 4, "float": 4}
 FULL_SIZE = (None, "", "auto")
@@ -56,17 +57,16 @@ class Demand:
         return room // self.page / self.pages(tokens)
 
 
-def demand(sizes: Sizes, options, dtype: str, device: str) -> Demand | None:
-    """None for a model whose cache is of another kind, or does not grow. `options`: vLLM's, as in serve.py."""
-    ranks = whole(options, 1, "--tensor-parallel-size", "-tp")
-    stages = whole(options, 1, "--pipeline-parallel-size", "-pp")
+def demand(sizes: Sizes, options: Options, dtype: str, device: str) -> Demand | None:
+    """None for a model whose cache is of another kind, or does not grow."""
+    ranks, stages = options.whole(1, *TENSOR), options.whole(1, *PIPELINE)
     attention, linear = (-(-count // stages) for count in (sizes.attention_layers, sizes.linear_layers))
     if not attention or not sizes.has_plain_cache:
         return None
     cache = options.get("--kv-cache-dtype")
     item = SIZES.get(dtype if cache in FULL_SIZE else cache, 1)
     token = 2 * max(1, sizes.kv_heads // ranks) * sizes.head * item  # bytes of a token in one layer
-    block = whole(options, 128 if device == "cpu" else 16, "--block-size")
+    block = options.whole(128 if device == "cpu" else 16, "--block-size")
     if not linear:
         return Demand(block, token * block * attention, 1, 0)
     state = _state_bytes(sizes, options, dtype, device) // ranks
@@ -77,7 +77,7 @@ def demand(sizes: Sizes, options, dtype: str, device: str) -> Demand | None:
     return Demand(block, token * block * group, -(-attention // group), -(-linear // group) * (2 if caching else 1))
 
 
-def _state_bytes(sizes: Sizes, options, dtype: str, device: str) -> int:
+def _state_bytes(sizes: Sizes, options: Options, dtype: str, device: str) -> int:
     """Of one sequence in one layer over all ranks: the convolution's last inputs and the recurrent state."""
     import torch
 
@@ -92,16 +92,6 @@ def _state_bytes(sizes: Sizes, options, dtype: str, device: str) -> int:
     return sizes.channels * (sizes.kernel - 1) * SIZES.get(conv, 2) + recurrent * SIZES.get(state, 4)
 
 
-def whole(options, default: int, *names: str) -> int:
-    """A whole number among vLLM's options; OpshimError for one that is none."""
-    given = options.get(*names)
-    if given is None:
-        return default
-    if not re.fullmatch(r"[1-9]\d*", given):
-        raise OpshimError(f"{names[0]} must be a whole number from 1 on, got {given or 'nothing'!r}")
-    return int(given)
-
-
 def human_number(text: str, option: str) -> int:
     """As vLLM reads "8192", "8k" (thousands), "8K" (1024s), "1.5M"; OpshimError for what it would not take."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgtKMGT]?)", text)
@@ -112,31 +102,6 @@ def human_number(text: str, option: str) -> int:
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of one device, in bytes; `free` is None where nobody tells."""
-
-    total: int
-    free: int | None
-
-    def __str__(self) -> str:
-        return f"{human(self.total)} of memory, {'' if self.free is None else human(self.free)} free".rstrip()
-
-
-def host_memory() -> Memory:
-    """Of this machine, or of the container that this process runs in."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    told = {name.rstrip(":"): 1024 * int(value) for name, value, *_ in lines}
-    total, free = told["MemTotal"], told["MemAvailable"]
-    try:
-        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
-        if limit != "max":
-            total, free = min(total, int(limit)), min(free, int(limit) - int(used))
-    except (OSError, ValueError):
-        pass
-    return Memory(total, free)
 
 
 def gpu_memory() -> Memory:
@@ -155,8 +120,9 @@ def gpu_memory() -> Memory:
     return Memory(total, min(free) * 2**20 if free else None)
 
 
-def utilization(options) -> float:
-    given = options.get("--gpu-memory-utilization") or str(UTILIZATION)
+def utilization(options: Options) -> float:
+    """The share of a GPU's memory that vLLM takes."""
+    given = options.get("--gpu-memory-utilization") or _default_utilization()
     try:
         value = float(given)
     except ValueError:
@@ -166,7 +132,16 @@ def utilization(options) -> float:
     return value
 
 
-def room(options, device: str, memory: Memory, weights: int, environ: Mapping[str, str]) -> tuple[int, str]:
+def _default_utilization() -> str:
+    """As vLLM's source has it, read as text: an import takes seconds."""
+    folder = vllm_folder()
+    file = folder and folder / "config" / "cache.py"
+    text = file.read_text() if file and file.is_file() else ""
+    found = re.search(r"gpu_memory_utilization: float =\D*([\d.]+)", text)
+    return found[1] if found else UTILIZATION
+
+
+def room(options: Options, device: str, memory: Memory, weights: int, environ: Mapping[str, str]) -> tuple[int, str]:
     """Bytes for the cache on one rank whose weights take `weights` bytes, and where that figure comes from."""
     given = options.get("--kv-cache-memory-bytes")
     space = environ.get(CPU_SPACE) if device == "cpu" else None

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shim.device import human
 from shim.errors import OpshimError
 from shim.vllm_plugin.sizes import LINEAR, Sizes
 
@@ -39,6 +40,11 @@ class Stored:
     dtype: str
     shape: tuple[int, ...]
     size: int
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """All files there that may be a checkpoint's, in the formats that vLLM looks for."""
+    return [file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind)]
 
 
 def read(folder: Path) -> dict[str, Stored]:
@@ -127,7 +133,7 @@ def parameters(sizes: Sizes, architecture: str, stored: Iterable[str]) -> dict[s
     for layer, kind in enumerate(sizes.kinds):
         next_ = architecture.startswith("Qwen3Next")
         mixer = _linear(sizes, next_) if kind == LINEAR else _attention(sizes)
-        sparse = _is_sparse(config, layer) if next_ else "Moe" in architecture
+        sparse = _is_sparse(sizes, layer) if next_ else "Moe" in architecture
         mlp = _mixture(sizes, fused) if sparse else _mlp("mlp", hidden, sizes.need("intermediate_size"))
         norms = {f"{name}_layernorm.weight": (hidden,) for name in ("input", "post_attention")}
         if config.get("layer_scale"):
@@ -137,9 +143,9 @@ def parameters(sizes: Sizes, architecture: str, stored: Iterable[str]) -> dict[s
     return needed
 
 
-def _is_sparse(config: Mapping, layer: int) -> bool:
-    listed = layer in (config.get("mlp_only_layers") or ())
-    return not listed and bool(config.get("num_experts")) and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+def _is_sparse(s: Sizes, layer: int) -> bool:
+    listed = layer in (s.config.get("mlp_only_layers") or ())
+    return not listed and bool(s.config.get("num_experts")) and (layer + 1) % s.need("decoder_sparse_step", 1) == 0
 
 
 def _attention(s: Sizes) -> dict[str, Shape]:
@@ -255,12 +261,3 @@ def _ranges(numbers: Iterable[int]) -> str:
             runs.append([number])
     told = ",".join("-".join(map(str, run)) for run in runs)
     return told if told.isdigit() else f"{{{told}}}"
-
-
-def human(size: float) -> str:
-    """Bytes as people read them: "6.2 MiB"."""
-    for unit in ("bytes", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} bytes" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"

@@ -15,9 +15,9 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 import shim
 from shim.vllm_plugin.hooking import miss, require
+from shim.vllm_plugin.models import GATED_DELTA_NET
 
-OPS = ("gdn_gating", "gdn_prefill", "gdn_decode")
-gdn_gating, gdn_prefill, gdn_decode = map(shim.get, OPS)
+gdn_gating, gdn_prefill, gdn_decode = map(shim.get, GATED_DELTA_NET)
 
 
 class DeltaRule:
@@ -31,7 +31,7 @@ class DeltaRule:
         if self.refusal:
             miss(f"Gated DeltaNet layer {self.prefix}", self.refusal)
             return
-        require(OPS, current_platform.device_type)
+        require(GATED_DELTA_NET, current_platform.device_type)
         # the ops take it in float32: kept so, no call has to convert it
         attributes = vars(self.dt_bias)
         self.dt_bias = torch.nn.Parameter(self.dt_bias.data.float(), requires_grad=False)

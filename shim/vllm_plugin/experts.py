@@ -25,8 +25,8 @@ from vllm.utils.torch_utils import direct_register_custom_op
 import shim
 from shim import variables
 from shim.vllm_plugin.hooking import falls_back, miss, require
+from shim.vllm_plugin.models import EXPERTS, STAGES
 
-STAGES = ("moe_align_block_size", "grouped_gemm", "moe_sum")
 fused_moe = shim.get("fused_moe")
 moe_align_block_size, grouped_gemm, moe_sum = map(shim.get, STAGES)
 ROWS_PER_EXPERT = 4  # on average, from which on the stages serve
@@ -44,7 +44,7 @@ class ShimExperts(UnquantizedFusedMoEMethod):
         device = current_platform.device_type
         self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.OOT, None
         self.form = form(device)
-        require({"fused": ("fused_moe",), "staged": STAGES, "auto": ("fused_moe", *STAGES)}[self.form], device)
+        require({"fused": ("fused_moe",), "staged": STAGES, "auto": EXPERTS}[self.form], device)
 
     @property
     def is_monolithic(self) -> bool:

@@ -9,10 +9,11 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 
+from shim import device as devices
 from shim.vllm_plugin import capacity, checkpoint, nodes, sizes
-from shim.vllm_plugin.serve import Model, Options
-
-TENSOR, PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
+from shim.vllm_plugin.models import is_quantized
+from shim.vllm_plugin.options import DATA, PIPELINE, TENSOR, Options
+from shim.vllm_plugin.serve import Model
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Plan:
 
     @property
     def architecture(self) -> str:
-        return self.model.config["architectures"][0]
+        return sizes.architecture_of(self.model.config)
 
     @cached_property
     def sizes(self) -> sizes.Sizes:
@@ -55,22 +56,20 @@ class Plan:
 
     @property
     def quantized(self) -> bool:
-        text = sizes.text_of(self.model.config)
-        return bool(self.model.config.get("quantization_config") or text.get("quantization_config"))
+        return is_quantized(self.model.config)
 
     @cached_property
     def stored(self) -> dict[str, checkpoint.Stored] | None:
         """None where there are no headers to read: another format, the hub, or dummy weights."""
         folder = Path(self.model.path)
-        dummy = self.options.get("--load-format") == "dummy"
-        return None if dummy or not any(folder.glob("*.safetensors")) else checkpoint.read(folder)
+        return None if self.options.dummy or not any(folder.glob("*.safetensors")) else checkpoint.read(folder)
 
     @cached_property
     def weights(self) -> int | None:
         """Bytes of the weights on one rank, in the dtype that is served; None where nobody can tell."""
         item, ranks = capacity.SIZES.get(self.dtype, 4), 1
         for names in (TENSOR, PIPELINE):
-            ranks *= capacity.whole(self.options, 1, *names)
+            ranks *= self.options.whole(1, *names)
         try:
             stored = self.stored
             if stored is None:
@@ -84,14 +83,14 @@ class Plan:
     @property
     def ranks_here(self) -> int:
         """Processes of the engine on this machine; over several machines, of all its data parallel parts."""
-        asked = (TENSOR, PIPELINE, nodes.COUNT, nodes.DATA)
-        tensor, stages, machines, engines = (capacity.whole(self.options, 1, *names) for names in asked)
+        asked = (TENSOR, PIPELINE, nodes.COUNT, DATA)
+        tensor, stages, machines, engines = (self.options.whole(1, *names) for names in asked)
         return -(-tensor * stages * (engines if machines > 1 else 1) // machines)
 
     @cached_property
-    def memory(self) -> capacity.Memory:
+    def memory(self) -> devices.Memory:
         """Of the device that holds weights and cache."""
-        return capacity.gpu_memory() if self.device == "cuda" else capacity.host_memory()
+        return capacity.gpu_memory() if self.device == "cuda" else devices.host_memory()
 
     @cached_property
     def room(self) -> tuple[int, str]:

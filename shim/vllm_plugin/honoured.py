@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from shim.vllm_plugin.models import ATTENTION, EXPERTS, GATED_DELTA_NET
+from shim.vllm_plugin.models import ATTENTION, EXPERTS, GATED_DELTA_NET, LINEAR, ROUTER
+from shim.vllm_plugin.options import DATA, PIPELINE, Options
 
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 TAKEN = ("float16", "bfloat16", "float32")
@@ -16,16 +17,12 @@ COMPILING = ("--no-enforce-eager", "--compilation-config", "-cc", "--optimizatio
 
 
 class Asked(NamedTuple):
-    """What is asked for: `options` as in serve.py, the dtype and device that are served."""
+    """What is asked for: vLLM's options, the dtype and device that are served."""
 
-    options: object
+    options: Options
     dtype: str
     device: str
     quantized: bool
-
-    def number(self, *names: str) -> int:
-        given = self.options.get(*names) or "1"
-        return int(given) if given.isdigit() else 1
 
     def is_dtype(self, value: str) -> bool:
         return DTYPES.get(value, value) in ("auto", "", self.dtype)
@@ -49,7 +46,7 @@ RULES = (
         honoured=lambda value, asked: ("--headless" in asked.options) == bool(re.fullmatch(r"0+|-\d+", value)),
     ),
     Rule(  # 0.32: the first request ends an eager engine, in sync_and_gather_intermediate_tensors
-        ("--pipeline-parallel-size", "-pp"),
+        PIPELINE,
         "on a CPU the stages of vLLM take what they hand on from its compiling start: add --no-enforce-eager",
         honoured=lambda value, asked: (
             asked.device != "cpu"
@@ -65,7 +62,7 @@ RULES = (
     Rule(
         ("--quantization", "-q", "--quantization-config"),
         "opshim's experts and linear layers take the checkpoint's own weights, not quantized ones",
-        (*EXPERTS, "matmul_fp16"),
+        (*ROUTER, *EXPERTS, *LINEAR),
         lambda value, asked: asked.quantized or value == "None",
     ),
     Rule(
@@ -109,27 +106,27 @@ RULES = (
         GATED_DELTA_NET,
         lambda value, asked: value == "float32" or asked.is_dtype(value),
     ),
-    Rule(("--enable-lora",), "opshim's experts know no adapters", EXPERTS[1:]),
+    Rule(("--enable-lora",), "opshim's experts know no adapters", EXPERTS),
     Rule(
         ("--moe-backend", "--kernel-config.moe_backend"),
         "it asks for vLLM's own experts",
-        EXPERTS[1:],
+        EXPERTS,
         lambda value, asked: value.lower() == "auto",
     ),
     Rule(
         ("--all2all-backend", "-a2a"),
         "opshim's experts get tokens of other ranks by allgather_reducescatter only",
-        EXPERTS[1:],
+        EXPERTS,
         lambda value, asked: (
             value in ("allgather_reducescatter", "naive", "pplx")
             or "--enable-expert-parallel" not in asked.options
-            or asked.number("--data-parallel-size", "-dp") == 1
+            or asked.options.whole(1, *DATA) == 1
         ),
     ),
     Rule(
         ("--model-impl",),
         "opshim's hooks are in vLLM's own model, not in others",
-        (*GATED_DELTA_NET, *EXPERTS),
+        (*GATED_DELTA_NET, *ROUTER, *EXPERTS),
         lambda value, asked: value in ("auto", "vllm"),
     ),
 )
@@ -144,7 +141,7 @@ def refused(asked: Asked, needed: tuple[str, ...], environ: Mapping[str, str]) -
                 yield f"{name} {value}".rstrip(), rule._replace(ops=tuple(op for op in needed if op in ops))
 
 
-def _given(rule: Rule, options, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _given(rule: Rule, options: Options, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     for name in rule.names:
         value = options.get(name) if name.startswith("-") else environ.get(name)
         if value is not None:

@@ -7,8 +7,7 @@ import logging
 import torch
 
 import shim
-from shim import policy, table
-from shim.errors import OpUnavailableError
+from shim import dispatch, policy
 from shim.vllm_plugin.versions import HookError
 
 log = logging.getLogger("opshim")
@@ -24,16 +23,9 @@ def miss(what: str, reason: str) -> None:
 
 
 def require(names: tuple[str, ...], device: str) -> None:
-    """OpUnavailableError with the chain table if the policy lets nobody serve one of the ops. Else it is logged, once,
-    who serves them on this rank: ranks may differ, and only they know."""
-    chains = [shim.get(name).chain(device) for name in names]
-    missing = [chain.op.name for chain in chains if chain.selected is None]
-    if missing:
-        raise OpUnavailableError(
-            f"{', '.join(missing)}: no implementation on {device} under policy {policy.current().mode}\n"
-            f"{table.text(chains)}"
-        )
-    served = tuple(f"{chain.op.name} {chain.selected.label}" for chain in chains)
+    """As dispatch.require, and it is logged, once, who serves the ops on this rank: ranks may differ, and only they
+    know."""
+    served = tuple(f"{chain.op.name} {chain.selected.label}" for chain in dispatch.require(names, device))
     if served not in _told:
         _told.add(served)
         log.info("rank %d: %s", rank(), ", ".join(served))

@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 
 import shim
 from shim.vllm_plugin.hooking import require
+from shim.vllm_plugin.models import LINEAR
 
 matmul_fp16 = shim.get("matmul_fp16")
 _dispatch = utils.dispatch_cpu_unquantized_gemm
@@ -22,7 +23,7 @@ def dispatch_cpu_unquantized_gemm(layer: torch.nn.Module, remove_weight: bool) -
     too, are none of matmul_fp16's."""
     if layer.weight.is_meta or layer.weight.ndim != 2 or layer.weight.dtype is not torch.float16:
         return _dispatch(layer, remove_weight)
-    require(("matmul_fp16",), current_platform.device_type)
+    require(LINEAR, current_platform.device_type)
     layer.cpu_linear = linear
 
 

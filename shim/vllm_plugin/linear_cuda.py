@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import torch
 from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.platforms import current_platform
 
 import shim
+from shim.vllm_plugin.hooking import require
+from shim.vllm_plugin.models import LINEAR
 from shim.vllm_plugin.versions import HookError
 
 matmul_fp16 = shim.get("matmul_fp16")
 _stock = utils.default_unquantized_gemm
+_create_weights = UnquantizedLinearMethod.create_weights
 
 
 def unquantized_gemm(
@@ -26,8 +31,16 @@ def unquantized_gemm(
     return matmul_fp16(x, weight, bias)
 
 
+def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
+    """vLLM's; a rank that lacks the op ends as its layers are made, not in their first call."""
+    _create_weights(self, layer, *args, **kwargs)
+    if layer.weight.dtype is torch.float16:
+        require(LINEAR, current_platform.device_type)
+
+
 def install() -> None:
     utils.default_unquantized_gemm = unquantized_gemm
     if utils.dispatch_unquantized_gemm() is not unquantized_gemm:
         utils.default_unquantized_gemm = _stock
         raise HookError("dispatch_unquantized_gemm does not give out default_unquantized_gemm")
+    UnquantizedLinearMethod.create_weights = create_weights

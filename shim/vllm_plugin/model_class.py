@@ -37,7 +37,7 @@ except Exception:
 
 def registered() -> dict[str, str] | None:
     """Architecture -> module, of every class in the registry of the installed vLLM; None where it has no registry."""
-    folder = _folder()
+    folder = vllm_folder()
     file = folder and folder / "model_executor" / "models" / "registry.py"
     if not file or not file.is_file():
         return None
@@ -106,14 +106,15 @@ class ImportCheck(Check):
         super().__init__(note, ["-c", _IMPORT, architecture], {"VLLM_PLUGINS": "", "VLLM_LOGGING_LEVEL": "ERROR"})
 
 
-def _folder() -> Path | None:
+def vllm_folder() -> Path | None:
+    """Of the installed vLLM, which is not imported."""
     spec = util.find_spec("vllm")
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 def _version_of(module: str) -> str:
     """Of the module's file, where it lies, and the packages that it imports most."""
-    file = (_folder() or Path()).joinpath(*module.split(".")[1:]).with_suffix(".py")
+    file = (vllm_folder() or Path()).joinpath(*module.split(".")[1:]).with_suffix(".py")
     parts = [installed(), str(file), file.read_text() if file.is_file() else ""]
     return sha256("\0".join(parts).encode()).hexdigest()[:16]
 

@@ -22,17 +22,18 @@ from uuid import uuid4
 
 from shim.errors import OpshimError
 from shim.health import packed, standings
-from shim.vllm_plugin.capacity import whole
+from shim.vllm_plugin.checkpoint import weight_files
 from shim.vllm_plugin.honoured import DTYPES
+from shim.vllm_plugin.options import DATA, PIPELINE, TENSOR, Options
 
-COUNT, RANK, DATA = ("--nnodes", "-n"), ("--node-rank", "-r"), ("--data-parallel-size", "-dp")
+COUNT, RANK = ("--nnodes", "-n"), ("--node-rank", "-r")
 BALANCED = ("--data-parallel-external-lb", "-dpe", "--data-parallel-hybrid-lb", "-dph", "--data-parallel-rank", "-dpn")
 BALANCED += ("--data-parallel-start-rank", "-dpr")
 # Where the nodes were given different ones, requests hang, or are answered wrongly, with no word on node 0.
 SAME = (
     *(("--max-model-len",), ("--max-num-seqs",), ("--max-num-batched-tokens",), ("--block-size",), ("--dtype",)),
-    *(("--kv-cache-dtype",), ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")),
-    *(("--enable-expert-parallel", "-ep"), ("--load-format",), ("--revision",)),
+    *(TENSOR, PIPELINE, ("--enable-expert-parallel", "-ep")),
+    *(("--kv-cache-dtype",), ("--load-format",), ("--revision",)),
 )
 PAUSE = 1.0  # seconds between two visits to the store
 SILENCE = 10.0  # seconds after which a store that nobody answers for is gone: an engine that starts anew takes longer
@@ -57,12 +58,12 @@ class Node:
         return f"node 0 at {self.host}:{self.port}"
 
 
-def of(options, contents: str = "") -> Node | None:
+def of(options: Options, contents: str = "") -> Node | None:
     """This node by vLLM's options, which serves a model of these contents; None where it is the only one, OpshimError where nothing would lead or join it."""
-    count, rank, headless = whole(options, 1, *COUNT), options.get(*RANK) or "0", "--headless" in options
+    count, rank, headless = options.whole(1, *COUNT), options.get(*RANK) or "0", "--headless" in options
     if not rank.isdigit() or int(rank) >= count:
         raise OpshimError(f"{RANK[0]} must be from 0 to {count - 1} with {COUNT[0]} {count}, got {rank}")
-    engines = whole(options, 1, *DATA)
+    engines = options.whole(1, *DATA)
     if headless and engines > 1:
         raise OpshimError(f"--headless: an engine of {DATA[0]} {engines} has no leader that `serve` could watch over")
     if count > 1 and engines > 1 and not any(name in options for name in BALANCED):
@@ -77,12 +78,12 @@ def of(options, contents: str = "") -> Node | None:
     return Node(int(rank), count, host, master_port(options), headless, same) if count > 1 else None
 
 
-def master_port(options) -> int:
+def master_port(options: Options) -> int:
     """At which the processes of all nodes meet."""
-    return whole(options, 29501, "--master-port")  # vLLM's own
+    return options.whole(29501, "--master-port")  # vLLM's own
 
 
-def _given(options) -> Iterator[str]:
+def _given(options: Options) -> Iterator[str]:
     for names in SAME:
         value = options.get(*names)
         if value not in (None, "auto"):
@@ -91,7 +92,7 @@ def _given(options) -> Iterator[str]:
 
 def contents(config: Mapping, folder: str | None) -> str:
     """A word for a model: of its configuration and, in a folder, of the names and sizes of its weights."""
-    files = [file for kind in ("*.safetensors", "*.bin") for file in Path(folder).glob(kind)] if folder else []
+    files = weight_files(Path(folder)) if folder else ()
     weights = sorted((file.name, file.stat().st_size) for file in files)
     return sha256(json.dumps([config, weights], sort_keys=True, default=str).encode()).hexdigest()[:8]
 

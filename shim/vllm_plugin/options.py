@@ -6,6 +6,10 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 
+from shim.errors import OpshimError
+
+TENSOR, PIPELINE = ("--tensor-parallel-size", "-tp"), ("--pipeline-parallel-size", "-pp")
+DATA = ("--data-parallel-size", "-dp")
 SECRETS = ("--api-key", "--hf-token")
 
 
@@ -35,8 +39,27 @@ class Options:
         found = _parsed(self.get(*names) or "")
         return found if isinstance(found, dict) else {}
 
+    def whole(self, default: int, *names: str) -> int:
+        """The value of an option that is a whole number; OpshimError for one that is none."""
+        given = self.get(*names)
+        if given is None:
+            return default
+        if not re.fullmatch(r"[1-9]\d*", given):
+            raise OpshimError(f"{names[0]} must be a whole number from 1 on, got {given or 'nothing'!r}")
+        return int(given)
+
     def __contains__(self, name: str) -> bool:
         return self.get(name) is not None
+
+    @property
+    def generates(self) -> bool:
+        """Whether vLLM is to answer with tokens, not with vectors."""
+        return self.get("--runner") != "pooling" and self.get("--convert") in (None, "auto", "none")
+
+    @property
+    def dummy(self) -> bool:
+        """Whether vLLM is to make weights up, instead of loading them."""
+        return self.get("--load-format") == "dummy"
 
     def remove(self, name: str) -> None:
         """An option that is followed by its value, if it was given."""

@@ -10,11 +10,10 @@ from torch import Tensor
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
 import shim
+from shim.vllm_plugin.models import ATTENTION
 from shim.vllm_plugin.versions import HookError
 
-OPS = ("reshape_and_cache", "paged_attention_v2", "paged_prefill")
-reshape_and_cache, paged_attention_v2, paged_prefill = map(shim.get, OPS)
-MAX_HEAD_SIZE = 256  # of those ops
+reshape_and_cache, paged_attention_v2, paged_prefill = map(shim.get, ATTENTION)
 
 
 def split(common) -> dict:

@@ -18,10 +18,10 @@ import torch
 
 from shim import device as devices
 from shim import variables
+from shim.device import human
 from shim.errors import OpshimError
 from shim.loading import shown, user_cache
 from shim.vllm_plugin import capacity, nodes, preflight_model, sizes
-from shim.vllm_plugin.checkpoint import human
 from shim.vllm_plugin.findings import Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, registered
 from shim.vllm_plugin.serve import USAGE, ServeError, check_port
@@ -191,13 +191,11 @@ def cache(plan: Plan) -> Iterator[Finding]:
     if need is None or (given or "").lower() in ("auto", "-1") or "--num-gpu-blocks-override" in plan.options:
         yield Finding("KV cache", "not estimated", "vLLM sizes it")
         return
-    longest = sizes.text_of(plan.model.config).get("max_position_embeddings")
-    if given is None and longest is None:
-        raise sizes.ConfigError("config.json has no max_position_embeddings")
+    longest = plan.sizes.need("max_position_embeddings", None if given is None else 0)
     wanted = longest if given is None else capacity.human_number(given, "--max-model-len")
     if not wanted:
         raise OpshimError(f"--max-model-len must be a number from 1 on, got {given!r}")
-    if longest is not None and wanted > longest and _is_limit(plan):
+    if longest and wanted > longest and _is_limit(plan):
         text = f"--max-model-len {wanted} is above the model's {longest:,} (max_position_embeddings), vLLM refuses it"
         yield Finding("KV cache", f"{text}: VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 allows it", code=USAGE)
         return

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 
+from shim.device import human
 from shim.errors import OpshimError
 from shim.loading import shown
 from shim.vllm_plugin import capacity, checkpoint, honoured, sizes
-from shim.vllm_plugin.checkpoint import human
-from shim.vllm_plugin.findings import PIPELINE, TENSOR, Finding, Plan
+from shim.vllm_plugin.findings import Finding, Plan
 from shim.vllm_plugin.model_class import Check, ImportCheck, other_plugins, registered
+from shim.vllm_plugin.options import PIPELINE, TENSOR
 from shim.vllm_plugin.serve import UNSERVED, USAGE
 
 GUARDS_OF_ANY_DEVICE = ("native", "reference")  # providers that may be asked about a GPU's call with tensors of the CPU
@@ -106,7 +107,7 @@ def _unreadable(options) -> Iterator[Finding]:
 
 def shapes(plan: Plan) -> Iterator[Finding]:
     """The ops' own checks, domains and guards over calls of the model's sizes, one rank's share of them."""
-    ranks, heads = capacity.whole(plan.options, 1, *TENSOR), plan.sizes.heads
+    ranks, heads = plan.options.whole(1, *TENSOR), plan.sizes.heads
     if heads % ranks:
         text = f"{heads} heads of attention cannot be shared by {ranks} ranks ({TENSOR[0]})"
         yield Finding("shapes", text, code=USAGE)
@@ -140,7 +141,7 @@ def shapes(plan: Plan) -> Iterator[Finding]:
 def _stages(plan: Plan) -> Iterator[tuple[str, ...]]:
     """The kinds of layers of each stage of the pipeline, shared out as vLLM does: the last stages but one get what is
     left over."""
-    kinds, stages = plan.sizes.kinds, capacity.whole(plan.options, 1, *PIPELINE)
+    kinds, stages = plan.sizes.kinds, plan.options.whole(1, *PIPELINE)
     given = plan.environ.get("VLLM_PP_LAYER_PARTITION")
     each, more = divmod(len(kinds), stages)
     counts = [each + (2 <= stages - at < more + 2) for at in range(stages)]
@@ -171,7 +172,7 @@ def _refusal(chain, arguments: dict, plan: Plan) -> tuple[str | None, bool]:
 def _examples(plan: Plan) -> dict[str, dict]:
     """Sizes of the ops' example calls. One expert stands for all: they are alike, and large."""
     s = plan.sizes
-    ranks = capacity.whole(plan.options, 1, *TENSOR)
+    ranks = plan.options.whole(1, *TENSOR)
     heads = {"HQ": max(1, s.heads // ranks), "HK": max(1, s.kv_heads // ranks), "D": s.head}
     linear = {"H": max(1, s.linear_k_heads // ranks), "HV": max(1, s.linear_v_heads // ranks)}
     states = linear | {"K": s.linear_k, "V": s.linear_v}
@@ -195,9 +196,8 @@ def _examples(plan: Plan) -> dict[str, dict]:
 def weights(plan: Plan) -> Iterator[Finding]:
     stored, architecture = plan.stored, plan.architecture
     if stored is None:
-        dummy = plan.options.get("--load-format") == "dummy"
-        where = "dummy weights" if dummy else "no safetensors files" if plan.model.local else "vLLM downloads it"
-        yield Finding("checkpoint", f"not compared: {where}")
+        missing = "no safetensors files" if plan.model.local else "vLLM downloads it"
+        yield Finding("checkpoint", f"not compared: {'dummy weights' if plan.options.dummy else missing}")
         return
     files = len({one.file for one in stored.values()})
     total = f"{len(stored)} tensors, {human(sum(one.size for one in stored.values()))}, {files} file{'s' * (files > 1)}"

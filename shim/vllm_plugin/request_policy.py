@@ -22,7 +22,7 @@ from shim.vllm_plugin.json_edit import member, with_member
 
 RULES = {
     "clamp_max_tokens": "instead of a 400, max_tokens becomes the room left in the context",
-    "no_thinking_when_short": "enable_thinking is false where max_tokens is at most 128 and the client did not choose",
+    "no_thinking_when_short": "enable_thinking is false where max_tokens is at most 128, unless it or reasoning_effort is given",
     "refuse_large_n": "n above max_num_seqs is a 400",
 }
 VARIABLE = "OPSHIM_REQUEST_POLICY"  # how the rules reach vLLM's processes
@@ -144,9 +144,10 @@ class RequestPolicy:
     def _shorten(self, request: Request) -> bool:
         """Whether thinking was disabled."""
         tokens, chosen = request.whole(request.limit), request.says.get("chat_template_kwargs") or {}
+        effort = request.says.get("reasoning_effort")  # vLLM makes enable_thinking of it
         if "no_thinking_when_short" not in self.rules or request.path != CHAT or tokens is None or tokens > SHORT:
             return False
-        if not isinstance(chosen, dict) or "enable_thinking" in chosen:
+        if not isinstance(chosen, dict) or "enable_thinking" in chosen or effort is not None:
             return False
         given = member(request.text, "chat_template_kwargs") if chosen else "{}"
         kwargs = with_member(given, "enable_thinking", "false")

@@ -9,6 +9,7 @@ from vllm.platforms import current_platform
 
 import shim
 from shim.vllm_plugin.hooking import miss, require
+from shim.vllm_plugin.models import ROUTER
 
 topk_softmax = shim.get("topk_softmax")
 
@@ -22,7 +23,7 @@ class ShimRouter(CPURouter):
         if self.refusal:
             miss("a router", self.refusal)
         else:
-            require(("topk_softmax",), current_platform.device_type)
+            require(ROUTER, current_platform.device_type)
 
     def _refusal(self) -> str | None:
         """Why topk_softmax is not this router's formula."""

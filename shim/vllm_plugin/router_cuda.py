@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 import shim
 from shim.vllm_plugin.hooking import miss, require
+from shim.vllm_plugin.models import ROUTER
 
 topk_softmax = shim.get("topk_softmax")
 _create = layer.create_fused_moe_router
@@ -29,7 +30,7 @@ class ShimRouter(FusedTopKRouter):
         if self.refusal:
             miss("a router", self.refusal)
         else:
-            require(("topk_softmax",), current_platform.device_type)
+            require(ROUTER, current_platform.device_type)
 
     def _compute_routing(self, hidden_states, router_logits, indices_type, *, input_ids=None):
         if self.refusal:

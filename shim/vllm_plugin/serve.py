@@ -25,10 +25,10 @@ from typing import TextIO
 from shim.errors import OpshimError
 from shim.health import Row, summary
 from shim.variables import INTERNAL
-from shim.vllm_plugin import capacity, launch, nodes, sizes
+from shim.vllm_plugin import capacity, checkpoint, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
-from shim.vllm_plugin.honoured import COMPILING, DTYPES
+from shim.vllm_plugin.honoured import COMPILING
 from shim.vllm_plugin.options import Options, without_secrets
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,37 +68,28 @@ def serve(
     rules = () if request_policy is None else request_rules.parse(request_policy)
     if not (dry_run or headless):  # a dry run tells of it together with all else
         check_port(host, port)
-    model = find_model(model, options.get("--load-format") != "dummy", options.fields("--hf-overrides"))
+    model = find_model(model, not options.dummy, options.fields("--hf-overrides"), options.get("--revision"))
     device = check_vllm()
 
     from shim import dispatch, startup, table
-    from shim.candidates import UNAVAILABLE
     from shim.vllm_plugin.arguments import Verdict
+    from shim.vllm_plugin.dtype import served_dtype
     from shim.vllm_plugin.findings import Finding, Plan
     from shim.vllm_plugin.models import ops_for_model
     from shim.vllm_plugin.preflight import preflight
 
-    dtype = served_dtype(model.config, options.get("--dtype") or "auto")
+    dtype = served_dtype(model, options)
     needed = ops_for_model(model.config, dtype)
     if not needed:
-        raise ServeError(f"opshim serves no op of {_architecture(model.config)} ({model.name})")
+        raise ServeError(f"opshim serves no op of {sizes.architecture_of(model.config)} ({model.name})")
     mode = policy or os.environ.get("OPSHIM_POLICY") or "strict"
     chosen = startup.prepare(mode, providers, provider_files, require_certified)
     own = startup.environment(chosen, provider_files)
-    say(f"{model.name}: {_architecture(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
+    say(f"{model.name}: {sizes.architecture_of(model.config)}, {len(needed)} ops; choosing who serves each on {device}")
     chains = dispatch.resolve(needed, device)
     print(table.text(chains), flush=True)
-    unserved = [chain for chain in chains if chain.selected is None]
-    if unserved:
-        lacking = ", ".join(chain.op.name for chain in unserved)
-        causes = dict.fromkeys(  # the last one's: code compiled here comes after what was compiled before
-            next((one.reason for one in reversed(chain.candidates) if one.state == UNAVAILABLE), "nobody offers one")
-            for chain in unserved
-        )
-        hint = f": {'; '.join(causes)}"
-        if chosen.require_certified:
-            hint = " that is certified ('runner.py conform' certifies)"
-        return _not_started(f"policy {chosen.mode} leaves {lacking} without an implementation{hint}", UNSERVED)
+    if reason := dispatch.unserved(chains):
+        return _not_started(reason, UNSERVED)
     _show_hooks(device, needed)
 
     print("preflight", flush=True)
@@ -109,7 +100,7 @@ def serve(
     if not headless:
         try:
             check_port(host, port)
-            if capacity.whole(options, 1, *nodes.COUNT) > 1 and port == nodes.master_port(options):
+            if options.whole(1, *nodes.COUNT) > 1 and port == nodes.master_port(options):
                 raise ServeError(f"port {port} is the --master-port, too, at which vLLM's processes meet")
             findings.append(Finding("port", f"{port} on {host} is free"))
         except ServeError as error:
@@ -131,9 +122,8 @@ def serve(
     url = f"{scheme}://{_reached(host)}:{port}"
     request = {"model": options.get("--served-model-name") or model.name, "prompt": "The ", "max_tokens": 32}
     hint = f"curl -s {url}/v1/completions -H 'Content-Type: application/json' -d '{json.dumps(request)}'"
-    generates = options.get("--runner") != "pooling" and options.get("--convert") in (None, "auto", "none")
     node = nodes.of(options, nodes.contents(model.config, model.path if model.local else None))
-    return _run(command, environment, url, port, hint if generates else "", selected, node)
+    return _run(command, environment, url, port, hint if options.generates else "", selected, node)
 
 
 # ---- checks ---------------------------------------------------------------------------------------------------------
@@ -201,27 +191,32 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def find_model(named: str | None, weights: bool = True, overrides: Mapping = MappingProxyType({})) -> Model:
+def find_model(
+    named: str | None,
+    weights: bool = True,
+    overrides: Mapping = MappingProxyType({}),
+    revision: str | None = None,
+) -> Model:
     """The model's folder, or a name on the Hugging Face hub; ServeError where it is not a servable checkpoint.
-    `overrides`: of its configuration, by --hf-overrides."""
+    `overrides`: of its configuration, by --hf-overrides; `revision`: of the hub's files, by --revision."""
     path = Path(named or BUNDLED).expanduser()
     if not path.is_dir():
         if named and re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", named) and not Path(named).parent.is_dir():
-            return Model(named, named, False, _read_config(_from_hub(named), named, overrides))
+            return Model(named, named, False, _read_config(_from_hub(named, revision), named, overrides))
         raise ServeError(f"model folder {path} {'is a file' if path.exists() else 'does not exist'}")
     if not (path / "config.json").is_file():
         raise ServeError(f"model folder {path} has no config.json")
-    if weights and not any(True for kind in ("*.safetensors", "*.bin") for _ in path.glob(kind)):
+    if weights and not checkpoint.weight_files(path):
         raise ServeError(f"model folder {path} has no weights (*.safetensors or *.bin)")
     path = path.resolve()
     return Model(str(path), path.name, True, _read_config(path / "config.json", str(path), overrides))
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, revision: str | None) -> Path:
     import huggingface_hub
 
     try:
-        return Path(huggingface_hub.hf_hub_download(name, "config.json"))
+        return Path(huggingface_hub.hf_hub_download(name, "config.json", revision=revision))
     except Exception as error:  # noqa: BLE001  every kind means the same here
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise ServeError(f"model {name} is no folder, and the Hugging Face hub does not give it: {first}") from None
@@ -237,22 +232,9 @@ def _read_config(path: Path, model: str, overrides: Mapping) -> Mapping:
     if not config.get("architectures"):
         raise ServeError(f"{where} names no architecture")
     sizes.check_types(config, where)
-    if not _architecture(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
-        raise ServeError(f"opshim serves no op of {_architecture(config)} ({model})")
+    if not sizes.architecture_of(config).endswith(("ForCausalLM", "ForConditionalGeneration")):
+        raise ServeError(f"opshim serves no op of {sizes.architecture_of(config)} ({model})")
     return config
-
-
-def _architecture(config: Mapping) -> str:
-    return config["architectures"][0]
-
-
-def served_dtype(config: Mapping, dtype: str) -> str:
-    """The dtype that vLLM serves in: as asked, else the checkpoint's (bfloat16 for a float32 checkpoint)."""
-    if dtype != "auto":
-        return DTYPES.get(dtype, dtype)
-    text = sizes.text_of(config)
-    own = text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or "float32"
-    return "bfloat16" if own == "float32" else own
 
 
 # ---- vLLM -----------------------------------------------------------------------------------------------------------

@@ -48,6 +48,11 @@ def text_of(config: Mapping) -> Mapping:
     return config.get("text_config") or config
 
 
+def architecture_of(config: Mapping) -> str:
+    """The name of the model's class."""
+    return config["architectures"][0]
+
+
 def overridden(config: Mapping, overrides: Mapping) -> dict:
     """A configuration with vLLM's --hf-overrides: what is said of a part of the model (text_config) is merged into it,
     all else replaces what was there."""
@@ -142,9 +147,9 @@ class Sizes:
         others = [name for name in OTHER_CACHES if self.config.get(name) and (windows or name != "sliding_window")]
         return set(self.kinds) <= {FULL, LINEAR} and not others
 
-    def need(self, name: str) -> int:
-        """A field of config.json that is not among these; ConfigError where it is absent."""
-        return _get(self.config, name)
+    def need(self, name: str, default: int | None = None) -> int:
+        """A field of config.json that is not among these; ConfigError where it is absent and has no default."""
+        return _get(self.config, name, default=default)
 
     @property
     def channels(self) -> int:

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 
 from shim import variables
 from shim.errors import OpshimError
+from shim.vllm_plugin.models import ATTENTION, EXPERTS, GATED_DELTA_NET, LINEAR, ROUTER
 
 OLDEST, NEWEST = (0, 24), (0, 33)
 ANY = "OPSHIM_ALLOW_ANY_VLLM"
 
 LAYERS = "vllm.model_executor.layers"
-ATTENTION = "vllm.v1.attention"
+ATTN = "vllm.v1.attention"
 MOE = f"{LAYERS}.fused_moe"
 Parameters = str | tuple[str, ...] | None
 
@@ -48,14 +49,14 @@ DELTA_RULE = {
     f"{LAYERS}.mamba.gdn.base:GatedDeltaNetAttention.get_state_dtype": "self",
     f"{LAYERS}.mamba.mamba_utils:is_conv_state_dim_first": "",
     "vllm.model_executor.utils:set_weight_attrs": "weight, weight_attrs",
-    f"{ATTENTION}.backends.utils:NULL_BLOCK_ID": None,
+    f"{ATTN}.backends.utils:NULL_BLOCK_ID": None,
 }
 UPDATE = (
     "x, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens, query_start_loc, max_query_len, "
     "null_block_id, block_idx_last_scheduled_token, initial_state_idx, validate_data"
 )
 PAGED = {
-    f"{ATTENTION}.backends.utils:split_decodes_and_prefills": (
+    f"{ATTN}.backends.utils:split_decodes_and_prefills": (
         "common_attn_metadata, decode_threshold, require_uniform, treat_short_extends_as_decodes"
     ),
 }
@@ -65,7 +66,7 @@ def _experts() -> Hook:
     return Hook(
         "experts",
         "shim.vllm_plugin.experts",
-        ("fused_moe", "moe_align_block_size", "grouped_gemm", "moe_sum"),
+        EXPERTS,
         "CustomOp.register_oot UnquantizedFusedMoEMethod",
         {
             "vllm.model_executor.custom_op:CustomOp.register_oot": "_decorated_op_cls, name",
@@ -87,7 +88,7 @@ CPU = [
     Hook(
         "router",
         "shim.vllm_plugin.router",
-        ("topk_softmax",),
+        ROUTER,
         "subclass put in the place of CPURouter in router_factory",
         {
             f"{MOE}.router.router_factory:CPURouter": None,
@@ -100,7 +101,7 @@ CPU = [
     Hook(
         "gated_delta_net",
         "shim.vllm_plugin.gated_delta_net",
-        ("gdn_gating", "gdn_prefill", "gdn_decode"),
+        GATED_DELTA_NET,
         "PluggableLayer.register_oot QwenGatedDeltaNetAttention; function cpu_gdn_attention_core replaced",
         {
             "vllm.model_executor.custom_op:PluggableLayer.register_oot": "_decorated_layer_cls, name",
@@ -123,19 +124,19 @@ CPU = [
     Hook(
         "attention",
         "shim.vllm_plugin.attention",
-        ("reshape_and_cache", "paged_attention_v2", "paged_prefill"),
+        ATTENTION,
         "register_backend CPU_ATTN",
         {
-            f"{ATTENTION}.backends.registry:register_backend": "backend, class_path, is_mamba",
-            f"{ATTENTION}.backends.registry:AttentionBackendEnum.CPU_ATTN": None,
-            f"{ATTENTION}.backends.cpu_attn:CPUAttentionMetadata": None,
-            f"{ATTENTION}.backends.cpu_attn:CPUAttentionMetadataBuilder.build": (
+            f"{ATTN}.backends.registry:register_backend": "backend, class_path, is_mamba",
+            f"{ATTN}.backends.registry:AttentionBackendEnum.CPU_ATTN": None,
+            f"{ATTN}.backends.cpu_attn:CPUAttentionMetadata": None,
+            f"{ATTN}.backends.cpu_attn:CPUAttentionMetadataBuilder.build": (
                 "self, common_prefix_len, common_attn_metadata, fast_build"
             ),
-            f"{ATTENTION}.backends.cpu_attn:CPUAttentionBackendImpl.forward": (
+            f"{ATTN}.backends.cpu_attn:CPUAttentionBackendImpl.forward": (
                 "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale"
             ),
-            f"{ATTENTION}.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": (
+            f"{ATTN}.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": (
                 "self, layer, key, value, kv_cache, slot_mapping"
             ),
             **PAGED,
@@ -144,7 +145,7 @@ CPU = [
     Hook(
         "linear",
         "shim.vllm_plugin.linear",
-        ("matmul_fp16",),
+        LINEAR,
         "function dispatch_cpu_unquantized_gemm replaced",
         {
             f"{LAYERS}.utils:dispatch_cpu_unquantized_gemm": "layer, remove_weight",
@@ -156,7 +157,7 @@ CUDA = [
     Hook(
         "router",
         "shim.vllm_plugin.router_cuda",
-        ("topk_softmax",),
+        ROUTER,
         "subclass put in the place of FusedTopKRouter in router_factory; function create_fused_moe_router replaced",
         {
             f"{MOE}.router.router_factory:FusedTopKRouter": None,
@@ -173,7 +174,7 @@ CUDA = [
     Hook(
         "gated_delta_net",
         "shim.vllm_plugin.gated_delta_net_cuda",
-        ("gdn_gating", "gdn_prefill", "gdn_decode"),
+        GATED_DELTA_NET,
         "PluggableLayer.register_oot QwenGatedDeltaNetAttention, its _forward_core overridden",
         {
             "vllm.model_executor.custom_op:PluggableLayer.register_oot": "_decorated_layer_cls, name",
@@ -190,21 +191,21 @@ CUDA = [
             ),
             f"{LAYERS}.mamba.ops.causal_conv1d:causal_conv1d_update": (UPDATE, f"{UPDATE}, out"),  # 0.24, 0.32
             "vllm.forward_context:get_forward_context": "",
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionBackend.get_builder_cls": "",
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadataBuilder.__init__": (
+            f"{ATTN}.backends.gdn_attn:GDNAttentionBackend.get_builder_cls": "",
+            f"{ATTN}.backends.gdn_attn:GDNAttentionMetadataBuilder.__init__": (
                 "self, kv_cache_spec, layer_names, vllm_config, device"
             ),
-            f"{ATTENTION}.backend:CommonAttentionMetadata.seq_lens_cpu_upper_bound": None,
-            f"{ATTENTION}.backend:CommonAttentionMetadata.is_prefilling": None,
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.has_initial_state": None,
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.non_spec_query_start_loc": None,
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.non_spec_state_indices_tensor": None,
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_query_start_loc": None,
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_has_initial_state": None,
-            f"{ATTENTION}.backends.gdn_attn:GDNAttentionMetadata.prefill_state_indices": None,
-            f"{ATTENTION}.backend:AttentionMetadataBuilder.supports_update_block_table": None,
-            f"{ATTENTION}.backend:AttentionMetadataBuilder.update_block_table": "self, metadata, blk_table, slot_mapping",
-            f"{ATTENTION}.backends.utils:mamba_get_block_table_tensor": (
+            f"{ATTN}.backend:CommonAttentionMetadata.seq_lens_cpu_upper_bound": None,
+            f"{ATTN}.backend:CommonAttentionMetadata.is_prefilling": None,
+            f"{ATTN}.backends.gdn_attn:GDNAttentionMetadata.has_initial_state": None,
+            f"{ATTN}.backends.gdn_attn:GDNAttentionMetadata.non_spec_query_start_loc": None,
+            f"{ATTN}.backends.gdn_attn:GDNAttentionMetadata.non_spec_state_indices_tensor": None,
+            f"{ATTN}.backends.gdn_attn:GDNAttentionMetadata.prefill_query_start_loc": None,
+            f"{ATTN}.backends.gdn_attn:GDNAttentionMetadata.prefill_has_initial_state": None,
+            f"{ATTN}.backends.gdn_attn:GDNAttentionMetadata.prefill_state_indices": None,
+            f"{ATTN}.backend:AttentionMetadataBuilder.supports_update_block_table": None,
+            f"{ATTN}.backend:AttentionMetadataBuilder.update_block_table": "self, metadata, blk_table, slot_mapping",
+            f"{ATTN}.backends.utils:mamba_get_block_table_tensor": (
                 "block_table, seq_lens, kv_cache_spec, mamba_cache_mode"
             ),
         },
@@ -212,44 +213,43 @@ CUDA = [
     Hook(
         "attention",
         "shim.vllm_plugin.attention_cuda",
-        ("reshape_and_cache", "paged_attention_v2", "paged_prefill"),
+        ATTENTION,
         "the platform's get_attn_backend_cls asks for opshim's backend first",
         {
             "vllm.platforms.cuda:CudaPlatformBase.get_attn_backend_cls": (
                 "selected_backend, attn_selector_config, num_heads"
             ),
-            f"{ATTENTION}.backends.registry:AttentionBackendEnum.FLASH_ATTN": None,
-            f"{ATTENTION}.backends.flash_attn:FlashAttentionBackend.validate_configuration": None,
-            f"{ATTENTION}.backends.flash_attn:FlashAttentionBackend.forward_includes_kv_cache_update": None,
-            f"{ATTENTION}.backends.flash_attn:FlashAttentionImpl.__init__": (
+            f"{ATTN}.backends.registry:AttentionBackendEnum.FLASH_ATTN": None,
+            f"{ATTN}.backends.flash_attn:FlashAttentionBackend.validate_configuration": None,
+            f"{ATTN}.backends.flash_attn:FlashAttentionBackend.forward_includes_kv_cache_update": None,
+            f"{ATTN}.backends.flash_attn:FlashAttentionImpl.__init__": (
                 "self, num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, "
                 "logits_soft_cap, attn_type, kv_sharing_target_layer_name, sinks"
             ),
-            f"{ATTENTION}.backends.flash_attn:FlashAttentionImpl.forward": (
+            f"{ATTN}.backends.flash_attn:FlashAttentionImpl.forward": (
                 "self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale"
             ),
-            f"{ATTENTION}.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": (
+            f"{ATTN}.backends.flash_attn:FlashAttentionImpl.do_kv_cache_update": (
                 "self, layer, key, value, kv_cache, slot_mapping"
             ),
-            f"{ATTENTION}.backend:AttentionMetadataBuilder.__init__": (
+            f"{ATTN}.backend:AttentionMetadataBuilder.__init__": (
                 "self, kv_cache_spec, layer_names, vllm_config, device"
             ),
-            f"{ATTENTION}.backend:AttentionMetadataBuilder.build": (
+            f"{ATTN}.backend:AttentionMetadataBuilder.build": (
                 "self, common_prefix_len, common_attn_metadata, fast_build"
             ),
-            f"{ATTENTION}.backend:AttentionMetadataBuilder.update_block_table": (
-                "self, metadata, blk_table, slot_mapping"
-            ),
-            f"{ATTENTION}.backend:AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE": None,
+            f"{ATTN}.backend:AttentionMetadataBuilder.update_block_table": "self, metadata, blk_table, slot_mapping",
+            f"{ATTN}.backend:AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE": None,
             **PAGED,
         },
     ),
     Hook(
         "linear",
         "shim.vllm_plugin.linear_cuda",
-        ("matmul_fp16",),
-        "function default_unquantized_gemm replaced",
+        LINEAR,
+        "function default_unquantized_gemm replaced; UnquantizedLinearMethod.create_weights asks who serves",
         {
+            f"{LAYERS}.linear:UnquantizedLinearMethod.create_weights": None,
             f"{LAYERS}.utils:default_unquantized_gemm": "layer, x, weight, bias",
             f"{LAYERS}.utils:dispatch_unquantized_gemm": ("", "linear_backend"),  # 0.24, 0.32
         },
