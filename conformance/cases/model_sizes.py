@@ -6,14 +6,12 @@ shows it. Whatever else a size has is small here, as the counts make references 
 
 from __future__ import annotations
 
-import torch
-
 from conformance.case import FLOATS, table
 from conformance.cases import router
 
 F32, HALF, BF16 = FLOATS[:1], FLOATS[1:2], FLOATS[2:]
-NO_ACT = (torch.float32,)
 EXPERTS = {"E": 512, "topk": 10}
+SHARE = EXPERTS | {"I": 64, "Hd": 2048}  # what one rank of eight has of a layer
 HEADS = {"H": 16, "HV": 32}
 ONE = {"HQ": 2, "HK": 1, "D": 64}  # heads of attention over long sequences
 
@@ -31,14 +29,15 @@ MOE = [
            "standard"),
     *table("fused_moe", "layer_of_512", [EXPERTS | {"T": 1100, "I": 32, "Hd": 64}], level="standard"),
     *table("fused_moe", "layer_of_512", [EXPERTS | {"T": 300, "I": 32, "Hd": 512}], BF16, "standard"),
+    *table("fused_moe", "layer_of_512", [SHARE | {"T": 300}], BF16, "exhaustive", memory=6 << 30),
     *table("fused_moe", "wide_layer", both({"T": 3, "E": 4, "I": 16, "Hd": 4096})),
     *table("grouped_gemm", "many_experts", [EXPERTS | {"T": 5, "N": 24, "K": 32}]),
     *table("grouped_gemm", "many_tokens", [{"T": t, "N": 32, "K": 48} for t in (300, 1100)]),
     *table("grouped_gemm", "layer_of_512", [EXPERTS | {"T": t, "N": 64, "K": 128, "weighted": w} for t, w in
                                             ((1, False), (300, True), (1100, False))], level="standard"),
-    *table("moe_align_block_size", "many_tokens", [{"T": t, "topk": 10} for t in (3300, 6600)], NO_ACT),
-    *table("moe_align_block_size", "layer_of_512", [EXPERTS | {"T": 1100}], NO_ACT),
-    *table("moe_align_block_size", "layer_of_512", [EXPERTS | {"T": 8200}], NO_ACT, "standard"),
+    *table("moe_align_block_size", "many_tokens", [{"T": t, "topk": 10} for t in (3300, 6600)], F32),
+    *table("moe_align_block_size", "layer_of_512", [EXPERTS | {"T": 1100}], F32),
+    *table("moe_align_block_size", "layer_of_512", [EXPERTS | {"T": 8200}], F32, "standard"),
     *table("moe_sum", "many_tokens", [{"T": 4099, "topk": 2, "N": 16}]),
     *table("moe_sum", "wide_layer", [{"T": 3, "topk": 10, "N": 5120}]),
     *router.table("many_tokens", [{"T": 4200, "E": 16, "topk": 2}]),
@@ -52,7 +51,7 @@ GATED_DELTA_NET = [
     *table("gdn_prefill", "many_tokens", [{"lengths": (1100,), "H": 1, "HV": 1, "K": 64, "V": 64}], F32),
     *table("gdn_prefill", "many_sequences", [{"lengths": (2, 1, 0) * 33, "H": 1, "HV": 2, "K": 64, "V": 64}]),
     *table("gdn_decode", "many_heads", [HEADS | {"B": 3, "K": 128, "V": 128}]),
-    *table("gdn_decode", "many_heads", [HEADS | {"B": 33, "K": 128, "V": 128}], level="standard"),
+    *table("gdn_decode", "many_heads", [HEADS | {"B": 5, "K": 128, "V": 128}], level="standard"),
     *table("gdn_decode", "many_rows", [{"B": b, "H": 1, "HV": hv, "K": 64, "V": 64} for b, hv in ((9, 8), (70, 2), (300, 1))]),
 ]
 
