@@ -1,7 +1,7 @@
 """The case tables, one module per op family (named as in `ops_reference`); `all_cases` collects them.
 
 A module has `CASES`, the tables, and `ROLES`, what the properties need to know of the ops (`conformance/properties`);
-a long family has its roles in a second module, `<family>_roles`.
+a long family has its roles in a second module, `<family>_roles`. `model_sizes` has what only large counts show, of any op.
 """
 
 from __future__ import annotations

@@ -39,6 +39,14 @@ def scale_weights(arguments):
     arguments["topk_weights"][2] = 0
 
 
+def nan_of_weight_0(arguments):
+    """A slot's weight of 0 takes its product, it does not drop it: 0 * NaN is NaN (rule 4)."""
+    arguments["x"][1, 3] = NAN
+    arguments["topk_weights"][1] = 0
+    arguments["w2"][int(arguments["topk_ids"][2, 0]), 5, 1] = NAN
+    arguments["topk_weights"][2, 0] = 0
+
+
 def nan_in_unchosen(arguments):
     spared = torch.ones(len(arguments["w1"]), dtype=torch.bool)
     spared[arguments["topk_ids"].unique().long().cpu()] = False
@@ -112,12 +120,13 @@ CASES = [
     *table("duplicates", both(SMALL), change_ids(duplicate)),
     *table("negative_ids", both(SMALL, SMALL | {"on_input": True}), nan_in_dropped),
     *table("only_negative_ids", [SMALL], change_ids(lambda ids: ids.fill_(-1))),
-    *table("expert_map", both(SMALL), map_half),
+    *table("expert_map", both(SMALL, SMALL | {"on_input": True}), map_half),
     *table("expert_map_and_negative_ids", both(SMALL), together(map_half, change_ids(drop_some))),
     *table("no_expert_here", [SMALL], map_none),
     *table("unchosen_experts", both({"T": 2, "E": 12}), nan_in_unchosen),
     *table("nan", both(SMALL, {"T": 40, "E": 2}), nan_rows),
     *table("nan_weights", both(SMALL), nan_weights),
+    *table("nan_of_weight_0", both(SMALL, SMALL | {"on_input": True}), nan_of_weight_0),
     *table("infinite", both(SMALL, {"T": 40, "E": 2}), infinite),
     *table("large_values", both(SMALL, {"T": 40, "E": 2}), large),
     *table("partial_blocks", both({"T": 1}, {"T": 7}, {"T": 33}), nan_beyond),

@@ -264,6 +264,8 @@ PREFILL = [
     *prefill("gate_mixed", lengths(65, 97), mixed_gates),
     *prefill("decay_only", lengths(37), put("beta", 0)),
     *prefill("same_key", lengths(130), same_key),
+    *prefill("beta_beyond_1", lengths(70), times(2, "beta")),  # overshoots: another eigenvalue than a sigmoid's beta has
+    *prefill("beta_negative", lengths(40), times(-0.2, "beta")),
     *prefill("nan_value", [{"lengths": (70, 9), "HV": 4, "H": 2}], put("v", NAN, 5, 2)),  # field bug 5
     *prefill("nan_value_of_row", lengths(70), put("v", NAN, 5, 1, 3)),
     *prefill("nan_gate", lengths((70, 9)), put("g", NAN, 21, 1)),
@@ -379,6 +381,8 @@ BOTH = [
     *both("zero_keys", change=times(0, "q", "k")),
     *both("no_l2norm", change=unit_keys),
     *both("scale", change=use(scale=0.37)),
+    *both("scale_negative", change=use(scale=-0.37)),
+    *both("scale_0", change=use(scale=0.0)),
     *both("contiguous", change=contiguous),
     *both("interleaved", [{"H": 2, "HV": 2, "V": 32}], interleaved),
     *both("every_other_row", change=every_other_row),

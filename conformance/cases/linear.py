@@ -127,6 +127,13 @@ def cancelling(arguments):
     a[:, -1] = 1
 
 
+def bias_takes_it_back(arguments):
+    """The bias is the rounded product of all rows, which are one: what is left is what rounding before it loses."""
+    a = arguments["a"]
+    a[:] = 100 * a[0]
+    return {"bias": -(a[0].double() @ arguments["b"].double().T).half()}
+
+
 def to(dtype, *names):
     return lambda arguments: {name: arguments[name].to(dtype) for name in names}
 
@@ -167,6 +174,7 @@ CASES = [
     *table("odd_sizes", [{"M": m, "N": m + 10, "K": m + 3, "bias": True} for m in (1, 5, 18, 35, 66)]),
     *table("every_residue", [{"M": m, "N": n, "K": 64 + m} for m in range(1, 34) for n in (33, 50)], level="standard"),
     *table("bias", [{"M": m, "N": 48, "K": 64, "bias": True} for m in (1, 4, 9, 33)]),
+    *table("bias_takes_it_back", [{"M": m, "bias": True} for m in (1, 4, 9, 33)], bias_takes_it_back),
     *table("long_k", [{"M": m, "N": 9, "K": 8192} for m in (1, 9)]),
     *table("cancellation", [{"M": m, "N": 40, "K": 513} for m in (3, 12)], cancelling),
     *table("empty", [{"M": 0}, {"M": 3, "K": 0}, {"M": 3, "K": 0, "bias": True}]),

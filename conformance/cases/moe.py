@@ -95,11 +95,12 @@ def map_none(arguments):
 
 ALIGN = [
     *align("sizes", [{"T": t, "E": e, "topk": k} for t in (1, 2, 33, 64) for e, k in ((4, 1), (8, 2), (16, 4))]),
-    *align("block_sizes", [{"T": 40, "block_size": size} for size in (1, 7, 8, 16, 24, 32, 64, 128)]),
+    *align("block_sizes", [{"T": 40, "block_size": size} for size in (1, 7, 8, 16, 24, 32, 64, 128, 256)]),
     *align("partial_blocks", [{"T": t, "E": 3, "topk": 2, "block_size": 16} for t in (1, 7, 8, 9, 23, 24, 25)]),
     *align("many_experts", [{"T": 200, "E": e, "topk": 8} for e in (60, 255, 257, 384, 512, 1000)]),
     *align("few_slots_many_experts", [{"T": 1, "E": 512, "topk": 10, "block_size": 64}]),
-    *align("one_expert", [{"T": t, "E": 16} for t in (1, 64, 300)], change_ids(lambda ids: ids.fill_(11))),
+    *align("one_expert", [{"T": t, "block_size": s} for t, s in ((1, 16), (64, 16), (300, 16), (300, 256))],
+           change_ids(lambda ids: ids.fill_(11))),
     *align("last_expert", [{"T": 9, "E": 16}], change_ids(lambda ids: ids.fill_(15))),
     *align("duplicates", [{"T": 20}], change_ids(duplicate)),
     *align("negative_ids", [{"T": 20}, {"T": 64, "block_size": 8}], change_ids(drop_some)),
@@ -197,10 +198,21 @@ def nan_weight(arguments):
     arguments["slot_weights"][5] = INF
 
 
+def nan_of_weight_0(arguments):
+    """Rows of weight 0 are products: 0 * NaN is NaN (rule 4), and 0 * 3 is 0."""
+    arguments["x"][1, 3] = NAN
+    arguments["slot_weights"][1:5] = 0
+
+
+def negative_weights(arguments):
+    arguments["slot_weights"][::2] *= -1
+
+
 GEMM = [
     *gemm("sizes", [{"T": t, "E": e, "topk": k} for t in (1, 5, 40) for e, k in ((4, 1), (8, 2), (16, 4))]),
     *gemm("sizes", [{"T": t, "E": 16, "topk": 4, "N": 1024, "K": 2048} for t in (1, 16, 128)], level="standard"),
     *gemm("block_sizes", [{"T": 33, "E": 3, "block_size": size} for size in (8, 16, 32, 64, 128)]),
+    *gemm("block_sizes", [{"T": 33, "E": 3, "block_size": size, "weighted": True} for size in (16, 128, 256)]),
     *gemm("partial_blocks", [{"T": t, "E": 3, "block_size": 16} for t in (1, 7, 9, 25)], nan_beyond),
     *gemm("row_per_slot", [{"T": t, "row_per_slot": True} for t in (1, 40)]),
     *gemm("slot_weights", [{"T": 20, "row_per_slot": rows, "weighted": True} for rows in (False, True)]),
@@ -217,6 +229,8 @@ GEMM = [
     *gemm("nan", [{"T": t} for t in (8, 40)], nan_in_chosen),
     *gemm("infinite", [{"T": t, "E": 2} for t in (8, 40)], infinite),
     *gemm("nan_weight", [{"T": 8, "weighted": True}], nan_weight),
+    *gemm("nan_of_weight_0", [{"T": t, "weighted": True} for t in (8, 40)], nan_of_weight_0),
+    *gemm("negative_weights", [{"T": t, "weighted": True} for t in (3, 40)], negative_weights),
     *gemm("large_values", [{"T": 20}], large),
     *gemm("strided", [{"T": t} for t in (3, 40)], apart("x")),
     *gemm("padded_experts", [{"T": 20}], apart("w")),

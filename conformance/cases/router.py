@@ -110,6 +110,21 @@ def bias_excludes(arguments):
     bias[1::3] = NAN
 
 
+def bias_picks_tiny(arguments):
+    """All that the bias chooses has p of 1e-26 and less, whose sum divides them none the less."""
+    logits, bias = arguments["gating_output"], arguments["correction_bias"]
+    half = len(bias) // 2
+    logits[:, half:] = logits[:, half:] - 60
+    return {"correction_bias": torch.linspace(-4, 5, len(bias), device=bias.device).to(bias)}
+
+
+def bias_of_pairs(arguments):
+    """Pairs of equal experts, each pair with a bias of its own."""
+    bias, half = arguments["correction_bias"], len(arguments["correction_bias"]) // 2
+    bias[half : 2 * half] = bias[:half]
+    tied_pairs(arguments["gating_output"])
+
+
 def with_bias(shape=None, dtype=torch.float32):
     def change(arguments):
         experts = arguments["gating_output"].shape[1]
@@ -141,6 +156,8 @@ CASES = [
     *table("large_logits", ROWS, change_logits(lambda logits: logits.add_(1000))),
     *table("bias", [size | {"bias": True, "renormalize": r} for size in ROWS for r in (True, False)]),
     *table("bias_decides", [{"T": 9, "E": e, "topk": 8, "bias": True} for e in (60, 256, 257)], bias_decides),
+    *table("bias_picks_tiny", [{"T": 9, "E": e, "topk": 8, "bias": True} for e in (60, 256)], bias_picks_tiny),
+    *table("bias_ties", [size | {"bias": True} for size in ROWS], bias_of_pairs),
     *table("bias_excludes", [{"T": 9, "E": 60, "topk": 8, "bias": True}], bias_excludes),
     *table("bias_excludes_all", [{"T": 9, "E": 9, "topk": 9, "bias": True}], bias_excludes),
     *table("bias_bad_rows", [size | {"bias": True} for size in ROWS], change_logits(bad_rows_among_good)),

@@ -114,3 +114,29 @@ def row_offsets_in_32_bits(call):
     inner = call.w1.shape[1] * (1 if call.w3 is None else 2)
     slot = torch.arange(call.topk_ids.numel()).view_as(call.topk_ids)
     return call(topk_ids=call.topk_ids.masked_fill(slot * inner >= 2**31, -1))
+
+
+@mutant("fused_moe", "many_experts")
+def expert_ids_in_7_bits(call):
+    """An id is kept in a signed byte without its sign: expert 128 is expert 0."""
+    return call(topk_ids=torch.where(call.topk_ids >= 0, call.topk_ids & 0x7F, call.topk_ids))
+
+
+@mutant("fused_moe", "many_experts")
+def room_for_8_slots(call):
+    """A token's slots lie in an array of 8: the ninth and tenth expert are left out."""
+    return call(topk_weights=call.topk_weights[:, :8], topk_ids=call.topk_ids[:, :8])
+
+
+@mutant("fused_moe", "many_tokens")
+def tokens_beyond_the_first_tile_are_cleared(call):
+    """The grid covers 128 tokens; what it does not reach is 0."""
+    out = call()
+    out[128:] = 0
+    return out
+
+
+@mutant("fused_moe", "nan_of_weight_0")
+def skips_slots_of_weight_0(call):
+    """A slot of weight 0 is not computed, to save time: NaN in its token or expert is hidden."""
+    return call(topk_ids=call.topk_ids.masked_fill(call.topk_weights == 0, -1))

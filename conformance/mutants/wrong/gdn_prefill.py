@@ -208,3 +208,17 @@ def clears_the_page_behind_the_state(call):
             at = call.state.storage_offset() + index * call.state.stride(0) + size
             call.state.as_strided((call.state.stride(0) - size,), (1,), at).zero_()
     return o
+
+
+@mutant("gdn_prefill", "many_heads")
+def heads_beyond_16_are_cleared(call):
+    """One group of 16 heads is worked on; the rest is 0."""
+    o = call()
+    o[:, 16:] = 0
+    return o
+
+
+@mutant("gdn_prefill", "beta_beyond_1")
+def beta_is_at_most_1(call):
+    """beta is taken for a probability, and clamped to one."""
+    return call(beta=call.beta.clamp(0, 1))

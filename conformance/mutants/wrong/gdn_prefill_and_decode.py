@@ -63,3 +63,10 @@ def normalizes_in_place(call):
     for x in (call.q, call.k):
         x.copy_(torch.nn.functional.normalize(x.float(), dim=-1))
     return out
+
+
+@mutant("gdn_prefill", "scale_0")
+@mutant("gdn_decode", "scale_0")
+def scale_0_is_none(call):
+    """`scale or K**-0.5`, where only None stands for the default."""
+    return call(scale=call.scale or None)

@@ -115,3 +115,9 @@ def row_offsets_in_32_bits(call):
     y = call()
     y.flatten()[2**31 :] = 0
     return y
+
+
+@mutant("grouped_gemm", "block_sizes")
+def large_blocks_have_no_weights(call):
+    """The kernel of tiles above 64 rows was written for the first matmul, and knows no slot_weights."""
+    return call(slot_weights=None) if call.block_size > 64 else call()

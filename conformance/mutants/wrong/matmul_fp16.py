@@ -151,3 +151,9 @@ def sums_in_another_order_each_time(call):
     for part in torch.randperm(4).tolist():
         y += (a[part] @ b[part].T).to(y.dtype)
     return y if call.bias is None else y + call.bias
+
+
+@mutant("matmul_fp16", "bias_takes_it_back")
+def rounds_before_the_bias(call):
+    """The product is float16 before the bias is added: two roundings, the first of a larger number."""
+    return call() if call.bias is None else call(bias=None) + call.bias

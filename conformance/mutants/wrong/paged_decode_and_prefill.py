@@ -167,3 +167,15 @@ def pages_without_their_stride(call):
 def queries_without_their_stride(call):
     """q is taken to be contiguous; it is a view of one projection."""
     return call(q=packed(call.q))
+
+
+@both("long_windows")
+def window_is_at_most_1024(call):
+    """The window's keys lie in a ring of 1,024."""
+    return call(window=min(call.window, 1024))
+
+
+@both("scale_negative")
+def scale_has_no_sign(call):
+    """The scale is handed over as its logarithm."""
+    return call(scale=abs(call.scale))

@@ -192,3 +192,10 @@ def no_tokens_raise(call):
     if not len(call.gating_output):
         raise RuntimeError("invalid configuration argument")
     return call()
+
+
+@mutant("topk_softmax", "bias_picks_tiny")
+def guards_the_sum_with_an_epsilon(call):
+    """The weights' sum is 1e-20 at least, so that none is divided by 0: what the bias chose weighs next to nothing."""
+    weights, ids = call(renormalize=False)
+    return weights / (weights.sum(-1, keepdim=True) + 1e-20) if call.renormalize else weights, ids
