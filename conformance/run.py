@@ -5,9 +5,9 @@
     result.status, result.reason       # "fail", "row_error_budget"
 
 What is checked in every case, besides the numbers (`compare.py`): outputs have the reference's count, shape, dtype and
-device and are memory of their own; arguments keep their bits, in-place arguments outside their own elements (the rest
-of the buffer that they are a view of) too; memory that torch hands to the provider holds NaN (integers: the largest),
-so that an element nobody wrote shows.
+device and are memory of their own; arguments stay the tensors that they were and keep their bits, in-place arguments
+outside their own elements (the rest of the buffer that they are a view of) too; memory that torch hands to the provider
+holds NaN (integers: the largest), so that an element nobody wrote shows.
 """
 
 from __future__ import annotations

@@ -140,6 +140,41 @@ def test_writing_to_an_input():
     assert "[2, 0, 1]" in result.message
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda y: y.unsqueeze_(0), "shape and strides"),
+        (lambda y: y.transpose_(1, 2), "shape and strides"),
+        (lambda y: y.resize_(1), "shape and strides"),
+        (lambda y: y.set_(), "memory and shape and strides"),
+        (lambda y: y.requires_grad_(), "requires_grad"),
+        (lambda y: setattr(y, "data", y.clone()), "memory"),
+        (lambda y: y.untyped_storage().resize_(0), "memory"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sizes", "inputs_unchanged", "permutation"])
+def test_an_input_that_is_another_tensor_afterwards(kind, change, what):
+    def changing(y, topk_ids=None):
+        out = reference(SUM)(y, topk_ids)
+        change(y)
+        return out
+
+    result = ran(next(case for case in all_cases() if (case.op, case.kind) == ("moe_sum", kind)), changing)
+    assert (result.status, result.reason) == ("fail", "rebound")
+    assert result.message == f"y: the tensor itself was changed: other {what}"
+
+
+def test_an_in_place_argument_that_is_another_tensor_afterwards():
+    def rebinding(**arguments):
+        copy = arguments["state"].clone()
+        out = reference(DECODE)(**{**arguments, "state": copy})
+        arguments["state"].data = copy
+        return out
+
+    result = ran(DECODE, rebinding)
+    assert (result.status, result.reason, result.findings[0]["output"]) == ("fail", "rebound", "state")
+
+
 def test_an_output_that_is_a_view_of_an_input():
     assert ran(SUM, lambda y, topk_ids: y[:, 0]).reason == "aliases_input"
 

@@ -28,6 +28,7 @@ REASONS = {
     "wrong_strides": "an output that is not contiguous, where the reference's is",
     "aliases_input": "an output shares memory with an argument",
     "wrote_inputs": "an argument was changed that must not be",
+    "rebound": "an argument is another tensor after the call: in other memory, of another shape",
     "wrote_outside": "memory beside an in-place argument was changed",
     "read_outside": "the result depends on memory beside the tensors",
     "unwritten": "an element of an output was never written",

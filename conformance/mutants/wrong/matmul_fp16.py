@@ -151,3 +151,11 @@ def sums_in_another_order_each_time(call):
     for part in torch.randperm(4).tolist():
         y += (a[part] @ b[part].T).to(y.dtype)
     return y if call.bias is None else y + call.bias
+
+
+@mutant("matmul_fp16", "inputs_unchanged", "sizes")
+def leaves_its_weight_transposed(call):
+    """The weight is transposed in place, and stays so for whoever holds it."""
+    out = call()
+    call.b.t_()
+    return out

@@ -76,3 +76,11 @@ def sums_in_another_order_each_time(call):
 def slots_without_their_stride(call):
     """y is taken to be contiguous."""
     return call(y=packed(call.y))
+
+
+@mutant("moe_sum", "inputs_unchanged", "sizes")
+def leaves_its_input_another_shape(call):
+    """y gets a leading dimension in place, which the kernel wants, and keeps it."""
+    out = call()
+    call.y.unsqueeze_(0)
+    return out
