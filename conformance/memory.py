@@ -21,6 +21,15 @@ def named_outputs(returned: Any) -> dict[str, Any]:
     return {"output": returned}
 
 
+def unlike_memory(tensor: Tensor) -> str:
+    """Why the tensor's memory does not hold its elements as they are, which whoever reads the memory takes them to be;
+    empty where it does."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"layout {layout} instead of strided"
+    return "its memory holds the negated elements (is_neg)" if tensor.is_neg() else ""
+
+
 class Forms:
     """Remembers where each tensor among `arguments` lies and how: a call may write to it, but not make it another."""
 
@@ -67,7 +76,9 @@ class Watch:
         if rebound:
             return [rebound]
         for name, output in named_outputs(returned).items():
-            if isinstance(output, Tensor) and output.numel() and output.untyped_storage().data_ptr() in self.before:
+            if not isinstance(output, Tensor) or unlike_memory(output):
+                continue  # which is a finding of its own (run.py)
+            if output.numel() and output.untyped_storage().data_ptr() in self.before:
                 return [Finding(name, "aliases_input", WRONG, text="is a view of an argument, not new memory")]
         for pointer, (now, before) in self.before.items():
             changed = now != before

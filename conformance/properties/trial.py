@@ -35,7 +35,7 @@ class Caller:
         op.check(**arguments)
         try:
             refusal = self.target.refusal(arguments)
-        except (Exception, SystemExit) as error:  # the guard is the provider's too
+        except Exception as error:  # the guard is the provider's too
             raise Ended("fail", "raised", f"supports: {told(error)}") from error
         if refusal:
             raise Ended("skip", "refused", refusal)
@@ -45,7 +45,7 @@ class Caller:
         try:
             with poisoned_memory(), settled(self.target.device):
                 returned = self.target.function(**arguments)
-        except (Exception, SystemExit) as error:  # whatever it is, it is the provider's failure
+        except Exception as error:  # whatever it is, it is the provider's failure
             raise Ended("fail", "raised", told(error)) from error
         rebound = forms.finding()
         if rebound:

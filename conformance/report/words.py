@@ -22,6 +22,7 @@ REASONS = {
     "id_repeated": "an expert twice in a row",
     "wrong_count": "another number of outputs than the reference has",
     "wrong_type": "an output is no tensor, or a tensor where there should be none",
+    "wrong_layout": "an output whose memory does not hold its elements as they are: sparse, nested or negated",
     "wrong_shape": "an output of another shape",
     "wrong_dtype": "an output of another dtype",
     "wrong_device": "an output on another device",
