@@ -21,8 +21,8 @@ runs of many providers: a later run joins it, and replaces the report of its own
              replay (file, "" without)
     reason   of a failure: error_budget, row_error_budget, missing, non_finite, unequal, or a comparison's own;
              wrong_count, wrong_type, wrong_layout, wrong_shape, wrong_dtype, wrong_device, wrong_strides,
-             aliases_input, wrote_inputs, rebound, wrote_outside, read_outside, unwritten, reached, changes, order, synchronises
-             (properties), raised, not_refused, unavailable, timeout, crashed, poisoned_device, not_run, broken_case.
+             aliases_input, wrote_inputs, rebound, wrote_outside, read_outside, unwritten, reached, changes, order,
+             printed, synchronises (properties), raised, not_refused, unavailable, timeout, crashed, poisoned_device, not_run, broken_case.
              Of a skip: refused, not_offered, no_memory, not_installed
     finding  output, kind ("" when right), ratio (error over budget), error, budget, ulp, at [...], actual, exact, text
     index    schema, date, environment, reports [{op, provider, device, level, date, file, summary}]

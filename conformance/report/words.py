@@ -36,6 +36,7 @@ REASONS = {
     "reached": "the result depends on what must not matter",
     "changes": "the same call gives other bits another time",
     "order": "the result depends on an order that must not matter",
+    "printed": "every call writes to stdout or stderr",
     "synchronises": "the call waits for the device",
     "raised": "the call raised",
     "not_refused": "a wrong call was not refused",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 
 from conformance.mutants import mutant
@@ -159,3 +162,17 @@ def leaves_its_weight_transposed(call):
     out = call()
     call.b.t_()
     return out
+
+
+@mutant("matmul_fp16", "quiet")
+def complains_at_each_call(call):
+    """The library is called in vain: an error line on stderr, then torch."""
+    os.write(2, b"cublas: unsupported leading dimension\n")
+    return call()
+
+
+@mutant("matmul_fp16", "quiet")
+def tells_each_fallback(call):
+    """The fallback is told each time, by Python."""
+    print("matmul_fp16 falls back to torch", file=sys.stderr)
+    return call()

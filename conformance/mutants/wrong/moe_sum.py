@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from conformance.mutants import mutant
@@ -84,3 +86,17 @@ def leaves_its_input_another_shape(call):
     out = call()
     call.y.unsqueeze_(0)
     return out
+
+
+@mutant("moe_sum", "quiet")
+def prints_each_call(call):
+    """A print of the time of debugging has stayed."""
+    print("moe_sum", tuple(call.y.shape))
+    return call()
+
+
+@mutant("moe_sum", "quiet")
+def its_kernel_prints_each_call(call):
+    """So has one in native code, whose buffer is its own."""
+    ctypes.CDLL(None).printf(b"moe_sum %d\n", len(call.y))
+    return call()
