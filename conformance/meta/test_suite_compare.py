@@ -161,6 +161,24 @@ def test_topk_of_experts_within_rounding_may_differ(dtype):
         assert judged(arguments, weights / weights.sum(-1, keepdim=True), ids.int()) == ""
 
 
+def test_topk_by_way_of_logarithms_is_right():
+    """Logits next to 0 do not move by a share of themselves, and the plain weight, 1/67, is as good as can be."""
+    logits = torch.full((3, 67), 6e-8, dtype=torch.float16)
+    weights = (logits.float() - logits.float().logsumexp(-1, keepdim=True)).exp()[:, :1]
+    arguments = {"gating_output": logits, "topk": 1, "renormalize": False}
+    assert judged(arguments, weights, torch.zeros(3, 1)) == ""
+    assert judged(arguments, weights * (1 + 1e-5), torch.zeros(3, 1)).endswith("error_budget")
+
+
+def test_topk_of_experts_whose_probability_is_0_in_float32_may_have_nan_weights():
+    arguments = {"gating_output": torch.tensor([[0.0, -200.0]]), "topk": 1, "correction_bias": torch.tensor([0.0, 9.0])}
+    weights, ids = topk_softmax.reference(**arguments)
+    assert weights.isnan().all() and judged(arguments, weights, ids) == ""
+    assert judged(arguments, torch.ones(1, 1), ids) == ""
+    arguments["gating_output"][0, 1] = -80
+    assert judged(arguments, weights, ids) == "non_finite"
+
+
 def test_topk_convicts_wrong_experts_weights_and_ties():
     arguments, weights, ids = router(0, T=4, E=60, topk=4)
     assert judged(arguments, weights, ids) == ""
