@@ -386,13 +386,16 @@ def describe(finding: Finding) -> str:
     """A finding in one line, for people."""
     text = f"{finding.output}: {finding.text}"
     if finding.at:
-        text += f" at [{', '.join(map(str, finding.at))}]"
+        text += f" at {list(finding.at)}"
     if finding.actual is not None:
         text += f": got {finding.actual:.9g}"
     if finding.exact is not None:
         text += f", exact {finding.exact:.9g}"
     if finding.budget:
         text += f"; error {finding.error:.3g} is {compare.of_budget(finding.ratio)} ({finding.ulp:.3g} ulp there)"
+        text += f"; its row errs by {finding.row_error:.3g} of its rms"
+        if finding.worst_at != finding.at:
+            text += f", the worst element by {finding.worst_ulp:.3g} ulp, at {list(finding.worst_at)}"
     return text
 
 

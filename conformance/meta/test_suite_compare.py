@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conformance.compare import Evaluation, by_budget, compare_topk, ulp_of, within_budget
+from conformance.run import describe
 from ops_reference.router import topk_softmax
 
 SEEDS = range(100)
@@ -69,6 +70,25 @@ def test_the_worst_element_is_named_with_its_error_in_ulp():
     finding = within_budget("output", actual, exact, plain)
     assert (finding.kind, finding.at) == ("error_budget", (2, 7))
     assert finding.ulp == pytest.approx(40, abs=1)
+
+
+def test_the_element_farthest_in_ulp_and_the_error_of_the_row_are_told():
+    """The last row is convicted; of the first, one element is farther off in ulp, as it is small."""
+    exact = torch.tensor([[1.0, 2.0**-20], [1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    actual = (exact + torch.tensor([[0, 2.0**-32], [0, 0], [0.03, 0.04]])).float()
+    finding = within_budget("output", actual, exact, exact.float())
+    assert (finding.at, finding.row_error) == ((2, 1), pytest.approx(0.05 / 2**0.5, rel=1e-5))
+    assert (finding.worst_at, finding.worst_ulp) == (finding.at, finding.ulp)
+    plain = exact.float() + torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, 0.0]])
+    actual[0, 1] = 1.5
+    finding = within_budget("output", actual, exact, plain)
+    assert (finding.at, finding.worst_at, finding.ulp < 1e6 < finding.worst_ulp) == ((2, 1), (0, 1), True)
+    told = f"; its row errs by 0.0354 of its rms, the worst element by {finding.worst_ulp:.3g} ulp, at [0, 1]"
+    assert told in describe(finding)
+
+
+def test_of_a_row_of_zeros_any_error_is_all_of_it():
+    assert within_budget("output", torch.ones(1, 2), torch.zeros(1, 2).double(), torch.zeros(1, 2)).row_error == float("inf")
 
 
 def test_rows_are_judged_at_their_own_scale():
