@@ -97,6 +97,6 @@ def prints_each_call(call):
 
 @mutant("moe_sum", "quiet")
 def its_kernel_prints_each_call(call):
-    """So has one in native code, whose buffer is its own."""
+    """A printf of native code has stayed, which has a buffer of its own."""
     ctypes.CDLL(None).printf(b"moe_sum %d\n", len(call.y))
     return call()
