@@ -25,7 +25,8 @@ representable (a copy, a cleared row), U is 0 in the first line. The factor 12 o
 is for another order of summation (the delta rule in chunks has 4 times the noise of the recurrence), and for exponentials
 of fewer digits than the plain ones. Plain adds in blocks, so it does not show what adding n terms one by one costs:
 some sqrt(n)/4 float32 eps of the sum, which torch's attention on some CPUs comes to on 4,000 keys (15 times the noise of
-plain). Noise of an op that sums over a sequence (`SUMMED`), or over experts, is hence at least sqrt(n) eps max|exact| / 12.
+plain). Noise of an op that sums over a sequence (`SUMMED`), or over experts, is hence at least
+sqrt(n) eps max|exact| / 12.
 
 A short row may show no noise by luck. Before it convicts, the judge hears more witnesses: the float64 reference with
 every input moved by about one float32 eps at random, eight times over, as one alone may be as lucky: what that moves the

@@ -4,10 +4,10 @@
     result = run(case, target)
     result.status, result.reason       # "fail", "row_error_budget"
 
-What is checked in every case, besides the numbers (`compare.py`): outputs have the reference's count, layout, shape, dtype
-and device and are memory of their own; arguments stay the tensors that they were and keep their bits, in-place arguments
-outside their own elements (the rest of the buffer that they are a view of) too; memory that torch hands to the provider
-holds NaN (integers: the largest), so that an element nobody wrote shows.
+What is checked in every case, besides the numbers (`compare.py`): outputs have the reference's count, layout, shape,
+dtype and device and are memory of their own; arguments stay the tensors that they were and keep their bits, in-place
+arguments outside their own elements (the rest of the buffer that they are a view of) too; memory that torch hands to
+the provider holds NaN (integers: the largest), so that an element nobody wrote shows.
 """
 
 from __future__ import annotations

@@ -169,9 +169,9 @@ be none), and of slight faults (it must be all).
 {table}
 
 Each count is of one example case, below. A run has many cases, and a search looks for the calls that come closest to
-their budget, so a rate of theirs is another. Convictions of right implementations by searches of level quick, {examples} calls
-each, every search by another seed (the worst is next to 1 where the budget grew: more witnesses of noise are heard only
-above 1):
+their budget, so a rate of theirs is another. Convictions of right implementations by searches of level quick,
+{examples} calls each, every search by another seed (the worst is next to 1 where the budget grew: more witnesses of
+noise are heard only above 1):
 
 {searches}
 

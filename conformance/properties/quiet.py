@@ -1,4 +1,4 @@
-"""A call says nothing: a line per call fills a server's log, and is how some libraries fail (a dtype that they lack)."""
+"""A call says nothing: a line per call fills a server's log, and is how some libraries fail (at a dtype, say)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def quiet(trial: Trial) -> list[Finding]:
         trial.call(arguments)
     if not lines:
         return []
-    text = f"the second of two equal calls wrote {len(lines)} lines to stdout or stderr, the first: {lines[0][:SHOWN]!r}"
+    text = f"the second of two equal calls wrote {len(lines)} lines to stdout or stderr, the first:"
+    text += f" {lines[0][:SHOWN]!r}"
     return [Finding("call", "printed", WRONG, text=text)]
 
 
