@@ -152,7 +152,7 @@ def pytest_runtest_call(item):
         outcome = yield
     if os.getpid() != process:  # the provider has forked: one process goes on
         os._exit(0)
-    if words and outcome.excinfo and outcome.excinfo[0] is KeyboardInterrupt:  # the user's own ends the controller
+    if words and outcome.excinfo and issubclass(outcome.excinfo[0], KeyboardInterrupt):  # the user's own ends the controller
         outcome.force_exception(RuntimeError("KeyboardInterrupt"))
 
 

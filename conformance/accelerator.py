@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
+
+from conformance.workers import TimeLimit
+
+
+class Interrupted(KeyboardInterrupt):
+    """By a signal during a provider's call: the wish of whoever runs the suite."""
 
 
 def settle(device: str) -> None:
@@ -20,15 +28,40 @@ def settle(device: str) -> None:
 
 @contextmanager
 def settled(device: str) -> Iterator[None]:
-    """Around a provider's call: whatever is wrong with it is raised in here. One that raises may leave an error behind
-    all the same: that is cleared, as the next launch would tell it, which may be the suite's own."""
+    """Around a provider's call: whatever is wrong with it is raised in here, as an Exception: an exit is none, nor is a
+    KeyboardInterrupt that no signal brought, nor pytest's skip. One that raises may leave an error behind all the same:
+    that is cleared, as the next launch would tell it, which may be the suite's own."""
     try:
-        yield
-    except (Exception, SystemExit):
+        with _interrupts_told_apart():
+            yield
+    except (TimeLimit, Interrupted):
+        raise
+    except BaseException as error:
         with suppress(Exception):
             settle(device)
-        raise
+        if isinstance(error, Exception):
+            raise
+        told = RuntimeError(f"the call raised {type(error).__name__}: {error}")
+        raise told.with_traceback(error.__traceback__) from None
     settle(device)
+
+
+@contextmanager
+def _interrupts_told_apart() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+        yield
+        return
+
+    def interrupt(*_):
+        raise Interrupted
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @cache

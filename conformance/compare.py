@@ -25,7 +25,8 @@ representable (a copy, a cleared row), U is 0 in the first line. The factor 12 o
 is for another order of summation (the delta rule in chunks has 4 times the noise of the recurrence), and for exponentials
 of fewer digits than the plain ones. Plain adds in blocks, so it does not show what adding n terms one by one costs:
 some sqrt(n)/4 float32 eps of the sum, which torch's attention on some CPUs comes to on 4,000 keys (15 times the noise of
-plain). Noise of an op that sums over a sequence (`SUMMED`) is hence at least sqrt(n) eps max|exact| / 12.
+plain). Noise of an op that sums over a sequence (`SUMMED`), or over experts, is hence at least
+sqrt(n) eps max|exact| / 12.
 
 A short row may show no noise by luck. Before it convicts, the judge hears more witnesses: the float64 reference with
 every input moved by about one float32 eps at random, eight times over, as one alone may be as lucky: what that moves the
@@ -98,7 +99,12 @@ def placed(value: Any, device: str | torch.device) -> Any:
 
 @dataclass
 class Finding:
-    """The verdict on one output. `kind` is empty when it is right; `ratio` is error over budget, at the worst place."""
+    """The verdict on one output. `kind` is empty when it is right; `ratio` is error over budget, at the worst place.
+
+    at         that place, of which error, budget, ulp (the element's error), actual and exact are told
+    row_error  rms(error) / rms(exact) of its row
+    worst_ulp  the largest error of an element in ulp, be its row's budget as wide as it may; worst_at: where
+    """
 
     output: str
     kind: str = ""
@@ -110,6 +116,9 @@ class Finding:
     actual: float | None = None
     exact: float | None = None
     text: str = ""
+    row_error: float = 0.0
+    worst_ulp: float = 0.0
+    worst_at: tuple[int, ...] = field(default_factory=tuple)
 
 
 def short(ratio: float) -> str:
@@ -198,7 +207,12 @@ def within_budget(
     share = ratio.flatten()[place].item()
     finding = _at(name, worst if share > 1 else "", place, rows, shape, a, e, share)
     finding.error, finding.budget = value, limit
-    finding.ulp = (error / ulp_of(e, dtype)).flatten()[place].item()
+    in_ulp = error / ulp_of(e, dtype)
+    finding.ulp, finding.worst_ulp = in_ulp.flatten()[place].item(), in_ulp.max().item()
+    finding.worst_at = _index(int(in_ulp.argmax()), rows, shape)
+    row, n = int(place) // e.shape[-1], finite.sum(-1, keepdim=True).clamp(min=1)
+    off, size = (_rms(t, n)[row].item() for t in (error, e.abs()))
+    finding.row_error = off / size if size else float("inf") if off else 0.0
     finding.text = SAID[worst]
     return finding
 
@@ -280,11 +294,16 @@ def _wrong_kind(actual: Tensor, plain: Tensor, exact: Tensor) -> int | None:
 
 def _at(name: str, kind: str, place: int, rows: Tensor, shape, actual: Tensor, exact: Tensor, ratio: float) -> Finding:
     """A finding about the element at flat index `place` of the given rows of an output of that shape."""
-    row, column = divmod(int(place), exact.shape[-1])
-    flat = int(rows[row]) * exact.shape[-1] + column
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), shape)) if shape else ()
-    got, right = actual[row, column].item(), exact[row, column].item()
-    return Finding(name, kind, ratio, at=at, actual=got, exact=right)
+    got, right = (t.flatten()[int(place)].item() for t in (actual, exact))
+    return Finding(name, kind, ratio, at=_index(int(place), rows, shape), actual=got, exact=right)
+
+
+def _index(place: int, rows: Tensor, shape) -> tuple[int, ...]:
+    """Of the element at flat index `place` of the given rows, its index in an output of that shape."""
+    if not shape:
+        return ()
+    row, column = divmod(place, shape[-1])
+    return tuple(int(i) for i in torch.unravel_index(rows[row].cpu() * shape[-1] + column, shape))
 
 
 def compare_topk(evaluation: Evaluation) -> list[Finding]:
@@ -309,9 +328,10 @@ def compare_topk(evaluation: Evaluation) -> list[Finding]:
         chosen = scores.softmax(-1).gather(-1, ids)
         return chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
 
-    own = [chosen_weights(scores) for scores in (logits.double(), logits.float())]
+    exact, plain = (chosen_weights(scores) for scores in (logits.double(), logits.float()))
+    exact = torch.where(weights.isnan() & plain.isnan(), plain, exact)  # the bias chose experts of p = 0: 0 / 0
     witnesses = [chosen_weights(moved(draw)(logits)) for draw in range(WITNESSES)]
-    findings = [within_budget("output[0]", weights, *own, witnesses)]
+    findings = [within_budget("output[0]", weights, exact, plain, witnesses, terms=experts)]
     probability = logits.double().softmax(-1)
     shift = torch.zeros_like(probability[:1]) if bias is None else bias.double()
     key = probability + shift

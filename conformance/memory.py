@@ -1,4 +1,4 @@
-"""Who wrote where: the bits of every argument's memory before and after a call."""
+"""Who wrote where: the bits of every argument's memory before and after a call, and that each is still that tensor."""
 
 from __future__ import annotations
 
@@ -21,6 +21,40 @@ def named_outputs(returned: Any) -> dict[str, Any]:
     return {"output": returned}
 
 
+def unlike_memory(tensor: Tensor) -> str:
+    """Why the tensor's memory does not hold its elements as they are, which whoever reads the memory takes them to be;
+    empty where it does."""
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        return f"layout {layout} instead of strided"
+    return "its memory holds the negated elements (is_neg)" if tensor.is_neg() else ""
+
+
+class Forms:
+    """Remembers where each tensor among `arguments` lies and how: a call may write to it, but not make it another."""
+
+    def __init__(self, arguments: dict[str, Any]):
+        self.tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        self.before = {name: _form(tensor) for name, tensor in self.tensors.items()}
+
+    def finding(self) -> Finding | None:
+        """The first tensor that is another one now. Nobody else who holds the memory that it had, as other layers do of
+        a pool, would see what was put into the new one."""
+        for name, tensor in self.tensors.items():
+            now = _form(tensor)
+            changed = [what for what, was in self.before[name].items() if now[what] != was]
+            if changed:
+                text = f"the tensor itself was changed: other {' and '.join(changed)}"
+                return Finding(name, "rebound", WRONG, text=text)
+        return None
+
+
+def _form(tensor: Tensor) -> dict[str, Any]:
+    """Asks no device."""
+    form = {"memory": tensor.data_ptr(), "shape": tensor.shape, "strides": tensor.stride(), "dtype": tensor.dtype}
+    return form | {"offset": tensor.storage_offset(), "requires_grad": tensor.requires_grad}
+
+
 class Watch:
     """Remembers the whole memory behind the tensors among `arguments` when made; `findings` says what changed since.
 
@@ -28,17 +62,23 @@ class Watch:
     """
 
     def __init__(self, arguments: dict[str, Any], mutates: tuple[str, ...]):
-        self.tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-        self.mutates = mutates
+        self.forms, self.mutates = Forms(arguments), mutates
+        self.tensors = self.forms.tensors
         self.before = {}
         for tensor in self.tensors.values():
             storage = tensor.untyped_storage()
             self.before.setdefault(storage.data_ptr(), (_bytes(storage), _bytes(storage).clone()))
 
     def findings(self, returned: Any) -> list[Finding]:
-        """One finding for the first tensor written to that should not be, or for an output that is not new memory."""
+        """One finding for the first tensor that is another one or was written to, where it should not be, or for an
+        output that is not new memory."""
+        rebound = self.forms.finding()
+        if rebound:
+            return [rebound]
         for name, output in named_outputs(returned).items():
-            if isinstance(output, Tensor) and output.numel() and output.untyped_storage().data_ptr() in self.before:
+            if not isinstance(output, Tensor) or unlike_memory(output):
+                continue  # which is a finding of its own (run.py)
+            if output.numel() and output.untyped_storage().data_ptr() in self.before:
                 return [Finding(name, "aliases_input", WRONG, text="is a view of an argument, not new memory")]
         for pointer, (now, before) in self.before.items():
             changed = now != before

@@ -4,10 +4,10 @@
     result = run(case, target)
     result.status, result.reason       # "fail", "row_error_budget"
 
-What is checked in every case, besides the numbers (`compare.py`): outputs have the reference's count, shape, dtype and
-device and are memory of their own; arguments keep their bits, in-place arguments outside their own elements (the rest
-of the buffer that they are a view of) too; memory that torch hands to the provider holds NaN (integers: the largest),
-so that an element nobody wrote shows.
+What is checked in every case, besides the numbers (`compare.py`): outputs have the reference's count, layout, shape,
+dtype and device and are memory of their own; arguments stay the tensors that they were and keep their bits, in-place
+arguments outside their own elements (the rest of the buffer that they are a view of) too; memory that torch hands to
+the provider holds NaN (integers: the largest), so that an element nobody wrote shows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from conformance import compare
 from conformance.accelerator import first_configurations, settled
 from conformance.case import DTYPE_NAMES, Case
 from conformance.compare import Evaluation, Finding
-from conformance.memory import Watch, named_outputs
+from conformance.memory import Watch, named_outputs, unlike_memory
 from shim.candidates import bind
 from shim.device import host_memory, human
 
@@ -179,7 +179,7 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
     target.op.check(**arguments)
     try:
         refusal = target.refusal(arguments)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the guard is the provider's too
+    except Exception as error:  # noqa: BLE001 - the guard is the provider's too
         return result.failed("raised", f"supports: {told(error)}")
     if refusal:
         return result.skipped("refused", refusal)
@@ -188,7 +188,7 @@ def _must_be_right(case: Case, target: Target, result: Result) -> Result:
     try:
         with poisoned_memory():
             returned, result.provider_ms = _timed(target.function, arguments, target.device)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the provider's failure
         return result.failed("raised", told(error))
     plain_arguments = fresh()
     plain, result.reference_ms = _timed(reference_of(target.op), plain_arguments, target.device)
@@ -317,7 +317,7 @@ def results_of(op: shim.Op, returned: Any, arguments: dict[str, Any]) -> dict[st
 
 
 def _structure(returned: Any, plain: Any) -> list[Finding]:
-    """Findings on count, type, shape, dtype and device of the outputs."""
+    """Findings on count, type, layout, shape, dtype and device of the outputs."""
     wrong = float("inf")
     given, wanted = named_outputs(returned), named_outputs(plain)
     if given.keys() != wanted.keys():
@@ -327,6 +327,8 @@ def _structure(returned: Any, plain: Any) -> list[Finding]:
         a = given[name]
         if not isinstance(a, Tensor):
             return [Finding(name, "wrong_type", wrong, text=f"a {type(a).__name__} instead of a tensor")]
+        if unlike_memory(a):
+            return [Finding(name, "wrong_layout", wrong, text=unlike_memory(a))]
         for what in ("shape", "dtype", "device"):
             if getattr(a, what) != getattr(b, what):
                 got, expected = (str(getattr(t, what)).removeprefix("torch.") for t in (a, b))
@@ -384,13 +386,16 @@ def describe(finding: Finding) -> str:
     """A finding in one line, for people."""
     text = f"{finding.output}: {finding.text}"
     if finding.at:
-        text += f" at [{', '.join(map(str, finding.at))}]"
+        text += f" at {list(finding.at)}"
     if finding.actual is not None:
         text += f": got {finding.actual:.9g}"
     if finding.exact is not None:
         text += f", exact {finding.exact:.9g}"
     if finding.budget:
         text += f"; error {finding.error:.3g} is {compare.of_budget(finding.ratio)} ({finding.ulp:.3g} ulp there)"
+        text += f"; its row errs by {finding.row_error:.3g} of its rms"
+        if finding.worst_at != finding.at:
+            text += f", the worst element by {finding.worst_ulp:.3g} ulp, at {list(finding.worst_at)}"
     return text
 
 

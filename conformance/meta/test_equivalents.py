@@ -29,3 +29,8 @@ def test_the_sum_on_which_the_budget_is_measured_is_no_copy():
     case = power.case_for("moe_sum", torch.float32)
     assert case.arguments("cpu", 0)["y"].shape[1] > 1
     assert case.id in power.RESULT.read_text()
+
+
+def test_searches_of_right_implementations_are_counted():
+    row = power.searched("moe_sum", 2)
+    assert (row["native"], row["another route"]) == ("0", "0") and 0 < float(row["worst"]) <= 1

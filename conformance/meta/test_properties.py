@@ -1,5 +1,12 @@
 """Each property convicts a fault planted for it, and acquits the reference."""
 
+import ctypes
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -11,8 +18,9 @@ from conformance.properties import guards
 from conformance.run import Target, run
 from conformance.selection import Selection
 
+ROOT = Path(__file__).resolve().parents[2]
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
-EVERY = {"canary", "unwritten", "inputs_unchanged", "strided", "misaligned", "determinism", "every_residue"}
+EVERY = {"canary", "unwritten", "inputs_unchanged", "strided", "misaligned", "determinism", "every_residue", "quiet"}
 CUDA = {"graph_replay", "stream", "no_sync", "chain"}
 
 
@@ -27,6 +35,22 @@ def verdict(case, function, **more):
 
 def reference(op):
     return shim.get(op).reference
+
+
+SPEAKER = """
+import os, sys
+import shim
+import ops_reference
+
+kept = sys.stderr
+
+@shim.implementation("moe_sum", provider="mine")
+def moe_sum(y, topk_ids=None):
+    print("one")
+    kept.write("two\\n")
+    os.write(2, b"three\\n")
+    return shim.get("moe_sum").reference(y, topk_ids)
+"""
 
 
 def writes_behind_its_output(y, topk_ids=None):
@@ -200,6 +224,58 @@ def test_a_layout_that_is_refused_is_told_beside_those_that_are_right():
     )  # fmt: skip
     assert result.status == "pass"
     assert ["topk_ids has gaps" in one["text"] for one in result.findings if one["output"] == "refused"] == [True, True]
+
+
+KEPT: list = []
+SAYS = {
+    "print": lambda: print("a line"),
+    "stderr": lambda: sys.stderr.write("a line\nand another"),
+    "kept_stream": lambda: (KEPT.append(sys.stderr), KEPT[0].write("a line")),  # as a handler's of logging
+    "descriptor_1": lambda: os.write(1, b"a line"),
+    "descriptor_2": lambda: os.write(2, b"a line\n"),
+    "printf": lambda: ctypes.CDLL(None).printf(b"a line"),
+    "child": lambda: subprocess.run(["echo", "a line"], check=True),
+}
+
+
+@pytest.mark.parametrize("way", SAYS)
+def test_what_a_call_prints_is_heard_and_printed_nowhere(way, capfd):
+    def speaking(y, topk_ids=None):
+        SAYS[way]()
+        return reference("moe_sum")(y, topk_ids)
+
+    calls = []
+
+    def speaking_once(y, topk_ids=None):
+        calls.append(y)
+        return speaking(y, topk_ids) if len(calls) == 1 else reference("moe_sum")(y, topk_ids)
+
+    result = verdict(find("moe_sum", "quiet"), speaking)
+    assert (result.status, result.reason) == ("fail", "printed")
+    assert "the first: 'a line'" in result.message
+    assert verdict(find("moe_sum", "quiet"), speaking_once).status == "pass"
+    os.write(2, b"heard")
+    assert capfd.readouterr().err.endswith("heard")
+
+
+@pytest.mark.parametrize("capture", ["fd", "sys", "no"])
+def test_calls_are_heard_however_pytest_captures(capture, tmp_path):
+    (tmp_path / "mine.py").write_text(SPEAKER)
+    given = [f"--provider-file={tmp_path / 'mine.py'}", "--provider=mine", "--op=moe_sum", "-k", "quiet and f32"]
+    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", "-q", f"--capture={capture}", *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "printed: call: the second of two equal calls wrote 3 lines" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_warning_is_no_print():
+    def warning(y, topk_ids=None):
+        warnings.warn("a line", stacklevel=1)
+        return reference("moe_sum")(y, topk_ids)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = lambda *words: print(*words)  # not pytest's, which keeps them
+        assert verdict(find("moe_sum", "quiet"), warning).status == "pass"
 
 
 def test_a_result_of_another_shape_or_type_is_a_failure():

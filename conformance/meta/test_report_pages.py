@@ -23,7 +23,7 @@ def result(
     op="moe_sum", provider="native", kind="sizes", size=1, ratio=0.25, fail="", skip="", dtype=torch.float32, **fields
 ):
     one = Result.of(Case(op, kind, {"T": size}, dtype), provider, "cpu", 0)
-    one.judged([Finding("output", fail, ratio, 0.3, 0.1, 50.0, (1, 2), 1.0, 1.3, "element")])
+    one.judged([Finding("output", fail, ratio, 0.3, 0.1, 50.0, (1, 2), 1.0, 1.3, "element", 0.25, 60.0, (0, 2))])
     one.provider_ms, one.reference_ms = 0.5, 2.0
     if fail:
         one.arguments = {"y": "float32 [2, 3] strides [3, 1] = [<1>, ...]"}
@@ -98,6 +98,7 @@ def test_an_ops_page_shows_each_failure_with_reason_input_and_how_to_run_it_agai
     for told in (
         "moe_sum-odd_n-T9-f32",
         words.REASONS["error_budget"],
+        "its row errs by 0.25 of its rms, the worst element by 60 ulp, at [0, 2]",
         "float32 [2, 3] strides [3, 1] = [&lt;1&gt;, ...]",
         "python runner.py replay replays/odd.json",
         "test_case[cpu-moe_sum-odd_n-T8-bf16]",
@@ -174,13 +175,13 @@ def test_numbers_are_written_for_people():
         ({}, "holds no report: no index.json in it"),
         ({"index.json": "{"}, "is no report"),
         ({"index.json": "[]"}, "is no report"),
-        ({"index.json": '{"schema": 1, "reports": []}'}, "of schema 1, this version reads 2"),
-        ({"index.json": '{"schema": 2, "reports": []}'}, "empty report"),
-        ({"index.json": '{"schema": 2, "reports": [{"file": "gone.json"}]}'}, "no gone.json"),
-        ({"index.json": '{"schema": 2, "reports": [{"op": "moe_sum"}]}'}, "damaged (KeyError: 'file')"),
-        ({"index.json": '{"schema": 2, "reports": 7}'}, "damaged (TypeError: "),
+        ({"index.json": '{"schema": 1, "reports": []}'}, "of schema 1, this version reads 3"),
+        ({"index.json": '{"schema": 3, "reports": []}'}, "empty report"),
+        ({"index.json": '{"schema": 3, "reports": [{"file": "gone.json"}]}'}, "no gone.json"),
+        ({"index.json": '{"schema": 3, "reports": [{"op": "moe_sum"}]}'}, "damaged (KeyError: 'file')"),
+        ({"index.json": '{"schema": 3, "reports": 7}'}, "damaged (TypeError: "),
         (
-            {"index.json": '{"schema": 2, "reports": [{"file": "a"}]}', "a": '{"schema": 2, "op": "moe_sum"}'},
+            {"index.json": '{"schema": 3, "reports": [{"file": "a"}]}', "a": '{"schema": 3, "op": "moe_sum"}'},
             "damaged (KeyError: 'provider')",
         ),
     ],

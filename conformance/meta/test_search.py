@@ -11,6 +11,7 @@ from conformance.search import hunt, replay
 from conformance.search.hunt import search
 from conformance.search.plans import PLANS
 from conformance.search.problem import LAYOUTS, VALUES, Problem
+from conformance.workers import TimeLimit
 
 SUM = shim.get("moe_sum").reference
 
@@ -100,14 +101,11 @@ def test_a_search_that_passes_leaves_no_file_and_says_how_close_it_came(notes):
 
 
 def test_a_call_that_never_returns_has_left_its_problem():
-    class Dead(BaseException):
-        """As the end of the process would."""
+    def hangs(y, topk_ids):
+        raise TimeLimit
 
-    def dies(y, topk_ids):
-        raise Dead
-
-    case, target = search("moe_sum", 10), Target(shim.get("moe_sum"), "mine", "cpu", dies)
-    with pytest.raises(Dead):
+    case, target = search("moe_sum", 10), Target(shim.get("moe_sum"), "mine", "cpu", hangs)
+    with pytest.raises(TimeLimit):
         run(case, target)
     assert replay.read(replay.place(case, target))["problem"]["op"] == "moe_sum"
 

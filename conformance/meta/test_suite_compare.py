@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from conformance.compare import Evaluation, by_budget, compare_topk, ulp_of, within_budget
+from conformance.run import describe
 from ops_reference.router import topk_softmax
 
 SEEDS = range(100)
@@ -69,6 +70,26 @@ def test_the_worst_element_is_named_with_its_error_in_ulp():
     finding = within_budget("output", actual, exact, plain)
     assert (finding.kind, finding.at) == ("error_budget", (2, 7))
     assert finding.ulp == pytest.approx(40, abs=1)
+
+
+def test_the_element_farthest_in_ulp_and_the_error_of_the_row_are_told():
+    """The last row is convicted; of the first, one element is farther off in ulp, as it is small."""
+    exact = torch.tensor([[1.0, 2.0**-20], [1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    actual = (exact + torch.tensor([[0, 2.0**-32], [0, 0], [0.03, 0.04]])).float()
+    finding = within_budget("output", actual, exact, exact.float())
+    assert (finding.at, finding.row_error) == ((2, 1), pytest.approx(0.05 / 2**0.5, rel=1e-5))
+    assert (finding.worst_at, finding.worst_ulp) == (finding.at, finding.ulp)
+    plain = exact.float() + torch.tensor([[0.0, 1e-3], [0.0, 0.0], [0.0, 0.0]])
+    actual[0, 1] = 1.5
+    finding = within_budget("output", actual, exact, plain)
+    assert (finding.at, finding.worst_at, finding.ulp < 1e6 < finding.worst_ulp) == ((2, 1), (0, 1), True)
+    told = f"; its row errs by 0.0354 of its rms, the worst element by {finding.worst_ulp:.3g} ulp, at [0, 1]"
+    assert told in describe(finding)
+
+
+def test_of_a_row_of_zeros_any_error_is_all_of_it():
+    finding = within_budget("output", torch.ones(1, 2), torch.zeros(1, 2).double(), torch.zeros(1, 2))
+    assert finding.row_error == float("inf")
 
 
 def test_rows_are_judged_at_their_own_scale():
@@ -159,6 +180,24 @@ def test_topk_of_experts_within_rounding_may_differ(dtype):
         ids = (p if bias is None else p + bias).argsort(dim=-1, descending=True, stable=True)[:, :6]
         weights = p.gather(-1, ids)
         assert judged(arguments, weights / weights.sum(-1, keepdim=True), ids.int()) == ""
+
+
+def test_topk_by_way_of_logarithms_is_right():
+    """Logits next to 0 do not move by a share of themselves, and the plain weight, 1/67, is as good as can be."""
+    logits = torch.full((3, 67), 6e-8, dtype=torch.float16)
+    weights = (logits.float() - logits.float().logsumexp(-1, keepdim=True)).exp()[:, :1]
+    arguments = {"gating_output": logits, "topk": 1, "renormalize": False}
+    assert judged(arguments, weights, torch.zeros(3, 1)) == ""
+    assert judged(arguments, weights * (1 + 1e-5), torch.zeros(3, 1)).endswith("error_budget")
+
+
+def test_topk_of_experts_whose_probability_is_0_in_float32_may_have_nan_weights():
+    arguments = {"gating_output": torch.tensor([[0.0, -200.0]]), "topk": 1, "correction_bias": torch.tensor([0.0, 9.0])}
+    weights, ids = topk_softmax.reference(**arguments)
+    assert weights.isnan().all() and judged(arguments, weights, ids) == ""
+    assert judged(arguments, torch.ones(1, 1), ids) == ""
+    arguments["gating_output"][0, 1] = -80
+    assert judged(arguments, weights, ids) == "non_finite"
 
 
 def test_topk_convicts_wrong_experts_weights_and_ties():

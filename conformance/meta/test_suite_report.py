@@ -24,7 +24,7 @@ from shim import device
 def result(op, kind, size, status="pass", device="cpu"):
     one = Result.of(Case(op, kind, {"T": size}, torch.float32), "mine", device, 0)
     if status == "fail":
-        one.judged([Finding("output", "error_budget", 3.0, 0.3, 0.1, 50.0, (1, 2), 1.0, 1.3, "element")])
+        one.judged([Finding("output", "error_budget", 3.0, 0.3, 0.1, 50.0, (1, 2), 1.0, 1.3, "element", 0.25, 60.0, (0, 2))])
         one.arguments = {"x": "float32 [2, 3]"}
     if status == "skip":
         one.skipped("refused", "needs float16")
@@ -98,7 +98,8 @@ def test_runs_that_write_into_one_folder_at_a_time_all_end_in_its_index(tmp_path
 
 def test_the_text_tells_a_kernels_author_what_failed_on_which_input():
     told = text(report.build(ONE + OTHER, "quick", 0))
-    for words in ("moe_sum-empty-T0-f32", "error_budget", "[1, 2]", "50 ulp", "x: float32 [2, 3]", "needs float16"):
+    error = ("error_budget", "[1, 2]", "50 ulp", "0.25 of its rms", "60 ulp, at [0, 2]")
+    for words in ("moe_sum-empty-T0-f32", *error, "x: float32 [2, 3]", "needs float16"):
         assert words in told
 
 

@@ -1,5 +1,7 @@
 """Running a case: whatever a provider does wrong ends as a failure of that kind, never as a crash of the suite."""
 
+import signal
+
 import pytest
 import torch
 
@@ -76,27 +78,57 @@ def test_an_output_of_the_wrong_shape_dtype_type_or_count():
     [
         (lambda output: output[:, :-1], "wrong_shape"),
         (lambda output: output.to("meta"), "wrong_device"),
+        (lambda output: output.to_sparse(), "wrong_layout"),
+        (lambda output: output.float().to_mkldnn(), "wrong_layout"),
+        (lambda output: torch.nested.as_nested_tensor(list(output), layout=torch.strided), "wrong_layout"),
         (lambda output: (output, output), "wrong_count"),
         (lambda output: None, "wrong_count"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_property_that_breaks_on_such_an_output_says_what_is_wrong_with_it(change, reason):
+    kinds = ("batch_invariance", "permutation", "identities", "nan_relevant", "sizes")
     reasons = {
         ran(case, lambda **arguments: change(reference(SUM)(**arguments))).reason
         for case in at_level(all_cases(), "quick", "cpu")
-        if case.op == "moe_sum" and case.kind in ("batch_invariance", "permutation", "identities", "nan_relevant")
+        if case.op == "moe_sum" and case.kind in kinds
     }
     assert reason in reasons and "broken_case" not in reasons
 
 
+def test_an_output_that_is_negated_when_it_is_read():
+    """Right for torch, and not for a kernel that reads its memory."""
+    result = ran(SUM, lambda **arguments: torch._neg_view(-reference(SUM)(**arguments)))
+    assert (result.status, result.reason) == ("fail", "wrong_layout")
+
+
+class Leaves(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, pytest.skip.Exception, Leaves])
 @pytest.mark.parametrize("kind", ["sizes", "canary", "search"])
-def test_a_provider_that_exits_has_raised(kind):
+def test_a_provider_that_exits_has_raised(kind, error):
     def leaving(y, topk_ids=None):
-        raise SystemExit("no licence")
+        raise error("no licence")
 
     case = next(case for case in at_level(all_cases(), "quick", "cpu") if (case.op, case.kind) == ("moe_sum", kind))
-    result = ran(case, leaving)
-    assert (result.status, result.reason) == ("fail", "raised") and "SystemExit: no licence" in result.message
+    for result in (ran(case, leaving), ran(case, reference(SUM), leaving)):
+        assert (result.status, result.reason) == ("fail", "raised")
+        assert f"{error.__name__}: no licence ({__file__}:" in result.message
+
+
+def test_the_users_interrupt_is_no_fault_of_the_provider():
+    def interrupted(y, topk_ids=None):
+        signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ran(SUM, interrupted)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("kind", ["sizes", "canary", "search"])
@@ -138,6 +170,41 @@ def test_writing_to_an_input():
     assert (result.status, result.reason) == ("fail", "wrote_inputs")
     assert "y:" in result.message
     assert "[2, 0, 1]" in result.message
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda y: y.unsqueeze_(0), "shape and strides"),
+        (lambda y: y.transpose_(1, 2), "shape and strides"),
+        (lambda y: y.resize_(1), "shape and strides"),
+        (lambda y: y.set_(), "memory and shape and strides"),
+        (lambda y: y.requires_grad_(), "requires_grad"),
+        (lambda y: setattr(y, "data", y.clone()), "memory"),
+        (lambda y: y.untyped_storage().resize_(0), "memory"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["sizes", "inputs_unchanged", "permutation"])
+def test_an_input_that_is_another_tensor_afterwards(kind, change, what):
+    def changing(y, topk_ids=None):
+        out = reference(SUM)(y, topk_ids)
+        change(y)
+        return out
+
+    result = ran(next(case for case in all_cases() if (case.op, case.kind) == ("moe_sum", kind)), changing)
+    assert (result.status, result.reason) == ("fail", "rebound")
+    assert result.message == f"y: the tensor itself was changed: other {what}"
+
+
+def test_an_in_place_argument_that_is_another_tensor_afterwards():
+    def rebinding(**arguments):
+        copy = arguments["state"].clone()
+        out = reference(DECODE)(**{**arguments, "state": copy})
+        arguments["state"].data = copy
+        return out
+
+    result = ran(DECODE, rebinding)
+    assert (result.status, result.reason, result.findings[0]["output"]) == ("fail", "rebound", "state")
 
 
 def test_an_output_that_is_a_view_of_an_input():

@@ -6,7 +6,8 @@
 Right are the native implementation and the one by another route (`right/`); both run the smallest case of kind "sizes"
 (see KINDS) that has several tokens, of several experts each, and rows of 16 elements or more, in each dtype, with fresh
 inputs per seed. Faults are put into what the native one returns, in one output: a row off by 1%, the last element 0, two
-heads exchanged (two eighths of a row, where the output has no heads). A fault that changes nothing (the last element was 0 before) is drawn again with the next seed.
+heads exchanged (two eighths of a row, where the output has no heads). A fault that changes nothing (the last element was
+0 before) is drawn again with the next seed. Right ones run the op's search of level quick, too, by other seeds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from itertools import repeat
 from pathlib import Path
 
 import click
@@ -28,9 +30,11 @@ from conformance.mutants import equivalents
 from conformance.mutants.trial import cases_of
 from conformance.mutants.worth import table_line
 from conformance.run import Target, results_of, run
+from conformance.search.hunt import EXAMPLES
 
 RESULT = Path(__file__).resolve().parents[2] / "docs" / "results" / "power.md"
 FAULT_SEEDS = 100
+SEARCHES = 100
 KINDS = {"moe_sum": "slots", "paged_attention_v2": "padded_pages", "paged_prefill": "padded_pages"}  # of the case, else "sizes"
 SHORTEST = 16  # elements of a row from which on 1% shows in every dtype (compare.py)
 
@@ -111,6 +115,18 @@ def measure(op: str, dtype: torch.dtype, seeds: int) -> dict | None:
     return row
 
 
+def searched(op: str, count: int) -> dict:
+    """One row of the table of searches: how many of so many convict each right implementation."""
+    torch.set_num_threads(1)
+    case = next(case for case in cases_of(op) if case.kind == "search")
+    row, worst = {"op": op}, 0.0
+    for name, target in (("native", Target.find(op, "native", "cpu")), ("another route", equivalents()[op])):
+        results = [run(case, target, seed) for seed in range(count)]
+        row[name] = str(sum(result.status == "fail" for result in results))
+        worst = max(worst, *(result.ratio for result in results))
+    return row | {"worst": f"{worst:.2f}"}
+
+
 def _results(case: Case, target: Target) -> dict[str, Tensor]:
     arguments = case.arguments("cpu", 0)
     return results_of(target.op, target.function(**arguments), arguments)
@@ -121,6 +137,7 @@ def power(ops: list[str], seeds: int, out: Path | None) -> str:
     wanted = [(op, dtype, seeds) for op in ops or shim.names() for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         rows = [row for row in pool.map(measure, *zip(*wanted, strict=True)) if row]
+        searches = list(pool.map(searched, ops or shim.names(), repeat(min(seeds, SEARCHES))))
     lacking = set(ops or shim.names()) - {row["op"] for row in rows}
     if lacking:
         raise click.ClickException(f"nothing to measure for {', '.join(sorted(lacking))}: no case of kind 'sizes'; see KINDS")
@@ -130,11 +147,18 @@ def power(ops: list[str], seeds: int, out: Path | None) -> str:
     for row in rows:
         shown = [str(row.get(name, "integers")) for name in columns]
         lines.append(table_line([row["op"], row["dtype"], *shown[:2], f"{row['worst']:.2f}", *shown[2:]]))
-    table = "\n".join(lines)
-    print(table)
+    table, found = "\n".join(lines), _of_searches(searches, min(seeds, SEARCHES))
+    print(table, found, sep="\n\n")
     if out:
-        out.write_text(REPORT.format(table=table, cases="\n".join(f"- `{row['case']}`" for row in rows)))
+        cases = "\n".join(f"- `{row['case']}`" for row in rows)
+        out.write_text(REPORT.format(table=table, searches=found, cases=cases, examples=EXAMPLES["quick"]))
     return table
+
+
+def _of_searches(rows: list[dict], count: int) -> str:
+    heads = ["op", f"native of {count}", f"another route of {count}", "worst error/budget"]
+    lines = [heads, ["---"] * len(heads), *(list(row.values()) for row in rows)]
+    return "\n".join(map(table_line, lines))
 
 
 REPORT = """# How sure the error budget is
@@ -143,6 +167,13 @@ Made by `python -m conformance.mutants.power`, which says what is run: convictio
 be none), and of slight faults (it must be all).
 
 {table}
+
+Each count is of one example case, below. A run has many cases, and a search looks for the calls that come closest to
+their budget, so a rate of theirs is another. Convictions of right implementations by searches of level quick,
+{examples} calls each, every search by another seed (the worst is next to 1 where the budget grew: more witnesses of
+noise are heard only above 1):
+
+{searches}
 
 The cases:
 

@@ -8,6 +8,7 @@ and the mutants treat it as any other. Cases are made from an op's `Roles` (`rol
     repeats   determinism                                                                 rule 5
     routes    permutation, composition, batch_invariance, identities, long_horizon
     residues  every_residue
+    quiet     quiet                                                                       nothing on stdout or stderr
     cuda      graph_replay, stream, no_sync, chain                                        rule 8, on CUDA only
 
 Rule 7 is a kind of the case tables: "empty", for every op. Bitwise or within the error budget: where either is right,
@@ -20,7 +21,7 @@ import importlib
 
 from conformance.case import Case
 
-GROUPS = ("memory", "layouts", "repeats", "routes", "residues", "cuda")
+GROUPS = ("memory", "layouts", "repeats", "routes", "residues", "quiet", "cuda")
 
 
 def cases(roles) -> list[Case]:

@@ -15,16 +15,17 @@ from conformance import compare, run
 from conformance.accelerator import settled
 from conformance.case import Case
 from conformance.compare import Evaluation, Finding, moved
-from conformance.memory import WRONG
+from conformance.memory import WRONG, Forms
 from conformance.properties.roles import Arguments, Results, Roles
-from conformance.run import Ended, Target, double, noted, poisoned_memory, reference_of, results_of, told
+from conformance.run import Ended, Target, describe, double, noted, poisoned_memory, reference_of, results_of, told
 
 
 @dataclass(frozen=True)
 class Caller:
     """An op of one provider as a function of its arguments by name: call(arguments) -> results by name.
 
-    In-place arguments are written to, and are among the results. A refusal or an error ends the case.
+    In-place arguments are written to, and are among the results. A refusal or an error ends the case, and so does an
+    argument that is another tensor afterwards.
     """
 
     target: Target
@@ -34,17 +35,21 @@ class Caller:
         op.check(**arguments)
         try:
             refusal = self.target.refusal(arguments)
-        except (Exception, SystemExit) as error:  # the guard is the provider's too
+        except Exception as error:  # the guard is the provider's too
             raise Ended("fail", "raised", f"supports: {told(error)}") from error
         if refusal:
             raise Ended("skip", "refused", refusal)
         self.target.calls[-1:] = [None] if self.target.calls else []  # only the last one is ever told
         self.target.calls.append(noted(arguments))
+        forms = Forms(arguments)
         try:
             with poisoned_memory(), settled(self.target.device):
                 returned = self.target.function(**arguments)
-        except (Exception, SystemExit) as error:  # whatever it is, it is the provider's failure
+        except Exception as error:  # whatever it is, it is the provider's failure
             raise Ended("fail", "raised", told(error)) from error
+        rebound = forms.finding()
+        if rebound:
+            raise Ended("fail", rebound.kind, describe(rebound))
         return results_of(op, returned, arguments)
 
     def of(self, op: str) -> Caller:

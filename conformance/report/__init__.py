@@ -1,7 +1,7 @@
 """Reports: what a run found, as JSON for programs and as text for people.
 
 One file per op, provider and device, `<op>.<provider>.<device>.json`, and `index.json` beside them. A folder holds the
-runs of many providers: a later run joins it, and replaces the report of its own op, provider and device. Schema 2:
+runs of many providers: a later run joins it, and replaces the report of its own op, provider and device. Schema 3:
 
     report   schema, op, about (the first line of its contract), provider, device, level, seed, build, reference, date,
              environment, coverage, summary, cases
@@ -20,11 +20,12 @@ runs of many providers: a later run joins it, and replaces the report of its own
              findings [...], arguments {name: text} of a failure, provider_ms, reference_ms, seconds (that the whole case took),
              replay (file, "" without)
     reason   of a failure: error_budget, row_error_budget, missing, non_finite, unequal, or a comparison's own;
-             wrong_count, wrong_type, wrong_shape, wrong_dtype, wrong_device, wrong_strides, aliases_input,
-             wrote_inputs, wrote_outside, read_outside, unwritten, reached, changes, order, synchronises
-             (properties), raised, not_refused, unavailable, timeout, crashed, poisoned_device, not_run, broken_case.
+             wrong_count, wrong_type, wrong_layout, wrong_shape, wrong_dtype, wrong_device, wrong_strides,
+             aliases_input, wrote_inputs, rebound, wrote_outside, read_outside, unwritten, reached, changes, order,
+             printed, synchronises (properties), raised, not_refused, unavailable, timeout, crashed, poisoned_device, not_run, broken_case.
              Of a skip: refused, not_offered, no_memory, not_installed
-    finding  output, kind ("" when right), ratio (error over budget), error, budget, ulp, at [...], actual, exact, text
+    finding  output, kind ("" when right), ratio (error over budget), error, budget, ulp, at [...], actual, exact, text,
+             row_error, worst_ulp, worst_at [...] (compare.Finding)
     index    schema, date, environment, reports [{op, provider, device, level, date, file, summary}]
 
 `merged` is one document: the index with whole reports in `reports`. Numbers that JSON lacks are "inf", "-inf", "nan".
@@ -55,7 +56,7 @@ from conformance.accelerator import first_configurations
 from shim import certificates
 from shim import device as devices
 
-SCHEMA = 2
+SCHEMA = 3
 _OF_REPORT = ("op", "provider", "device", "build")
 _OF_INDEX = ("op", "provider", "device", "level", "date", "summary")
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 
 from conformance.mutants import mutant
@@ -157,3 +160,25 @@ def sums_in_another_order_each_time(call):
 def rounds_before_the_bias(call):
     """The product is float16 before the bias is added: two roundings, the first of a larger number."""
     return call() if call.bias is None else call(bias=None) + call.bias
+
+
+@mutant("matmul_fp16", "inputs_unchanged", "sizes")
+def leaves_its_weight_transposed(call):
+    """The weight is transposed in place, and stays so for whoever holds it."""
+    out = call()
+    call.b.t_()
+    return out
+
+
+@mutant("matmul_fp16", "quiet")
+def complains_at_each_call(call):
+    """The library is called in vain: an error line on stderr, then torch."""
+    os.write(2, b"cublas: unsupported leading dimension\n")
+    return call()
+
+
+@mutant("matmul_fp16", "quiet")
+def tells_each_fallback(call):
+    """The fallback is told each time, by Python."""
+    print("matmul_fp16 falls back to torch", file=sys.stderr)
+    return call()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from conformance.mutants import mutant
@@ -76,3 +78,25 @@ def sums_in_another_order_each_time(call):
 def slots_without_their_stride(call):
     """y is taken to be contiguous."""
     return call(y=packed(call.y))
+
+
+@mutant("moe_sum", "inputs_unchanged", "sizes")
+def leaves_its_input_another_shape(call):
+    """y gets a leading dimension in place, which the kernel wants, and keeps it."""
+    out = call()
+    call.y.unsqueeze_(0)
+    return out
+
+
+@mutant("moe_sum", "quiet")
+def prints_each_call(call):
+    """A print of the time of debugging has stayed."""
+    print("moe_sum", tuple(call.y.shape))
+    return call()
+
+
+@mutant("moe_sum", "quiet")
+def its_kernel_prints_each_call(call):
+    """A printf of native code has stayed, which has a buffer of its own."""
+    ctypes.CDLL(None).printf(b"moe_sum %d\n", len(call.y))
+    return call()
