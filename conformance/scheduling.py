@@ -13,8 +13,21 @@ class Scheduling(LoadScopeScheduling):
         file = nodeid.partition("::")[0]
         return file if file.startswith(("conformance/serving/", "conformance/meta/test_workers")) else nodeid
 
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.unsent = {}  # by worker
+
+    def _assign_work_unit(self, node):
+        """The worker may have died beside another, which is heard of later: what it was not sent is others' then."""
+        try:
+            super()._assign_work_unit(node)
+        except OSError:
+            self.unsent.setdefault(node, []).append(next(reversed(self.assigned_work[node])))
+
     def remove_node(self, node):
         """The test during which a worker died, if one did; xdist would run it again, and what was done before."""
+        for scope in self.unsent.pop(node, ()):
+            self.workqueue[scope] = self.assigned_work[node].pop(scope)
         work = self.assigned_work[node] = {
             scope: unit for scope, unit in self.assigned_work[node].items() if not all(unit.values())
         }

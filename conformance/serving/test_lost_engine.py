@@ -99,6 +99,9 @@ def test_a_killed_engine_ends_the_server_with_its_cause_and_leaves_nothing(serve
     client = openai.OpenAI(base_url=server.ready(), api_key="none", max_retries=0)
     with pytest.raises(openai.BadRequestError):  # whose text vLLM logs as an error, and which is not the cause
         client.post("/messages", cast_to=object, body={"model": "opshim-tiny", "max_tokens": 5000, "messages": USER})
+    deadline = time.monotonic() + 30  # the answer may be here before the log is
+    while "VLLMValidationError" not in "".join(server.log) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert "VLLMValidationError" in "".join(server.log)
     left = processes(server)
     engine = next(pid for pid, name in left.items() if "EngineCore" in name)
