@@ -151,13 +151,20 @@ def host_memory() -> Memory:
     ):
         try:
             most, taken = (int((folder / f"memory.{name}").read_text()) for name in (limit, used))
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            files = sum(int(stat[f"{prefix}{name}_file"]) for name in ("active", "inactive"))
-        except (OSError, ValueError, KeyError):  # no such group, or the limit "max"
+        except (OSError, ValueError):  # no such group, or the limit "max"
             continue
         # files that were read count as used, and go when the memory is asked for
-        total, free = min(total, most), min(free, most - taken + files)
+        total, free = min(total, most), min(free, most - taken + _files_in_memory(folder, prefix))
     return Memory(total, max(0, free))
+
+
+def _files_in_memory(group: Path, prefix: str) -> int:
+    """Bytes of files that a control group holds; 0 where it does not tell."""
+    try:
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return sum(int(stat[f"{prefix}{name}_file"]) for name in ("active", "inactive"))
+    except (OSError, ValueError, KeyError):
+        return 0
 
 
 def human(size: float) -> str:

@@ -257,8 +257,11 @@ class Chain:
                 one.breaker.succeeded()
                 counters.values[one.slot + OPEN_UNTIL] = 0
                 self._install()
-            if refused and self.op.in_domain(*args) is True:
-                self._note(refused, one)
+            if one is not self.selected:
+                if self.op.in_domain(*args) is True:
+                    self._note(refused, one)
+                else:
+                    counters.values[one.slot + OUTSIDE] += 1
             return result
         return self._last(args, refused)
 

@@ -35,8 +35,8 @@ _RECORD, _LANES, _NAME, _RECORDS = 256, 32, 64, 4096  # bytes and uint64 lanes p
 
 class Row(NamedTuple):
     """Counts of one candidate of one op: calls it answered, calls it raised on, calls that its guard refused though
-    they were inside the op's domain, calls it answered because they were outside of it (the reference only), answers
-    with NaN or infinity (where they are watched), and processes in which its breaker is open now."""
+    they were inside the op's domain, calls outside of it that it answered in the place of the selected one, answers with
+    NaN or infinity (where they are watched), and processes in which its breaker is open now."""
 
     op: str
     candidate: str

@@ -3,6 +3,7 @@
 import json
 import socket
 import sys
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from conformance.meta.looking import Imports, free, stops
 from conformance.serving.engines import free_port
 from shim.certificates import Certificate
 from shim.vllm_plugin import arguments, honoured, model_class, preflight, preflight_model, sizes
-from shim.vllm_plugin.models import ops_for_model
+from shim.vllm_plugin.models import LINEAR, ops_for_model
 from shim.vllm_plugin.serve import BUNDLED, UNSERVED, USAGE, Options
 from shim.vllm_plugin.supervise import Server, Supervisor, cause_in
 
@@ -149,7 +150,7 @@ def test_what_python_cannot_read_as_json_is_told_in_one_line(model, text):
     assert "config.json" in result.stderr and "is not JSON" in result.stderr
 
 
-@pytest.mark.parametrize("dtype", ["float13", "torch.float16", "Tensor", "int8"])
+@pytest.mark.parametrize("dtype", ["float13", "torch.float16", "Tensor"])
 def test_a_dtype_that_no_op_takes_is_one_finding(look, edit, dtype):
     edit(dtype=dtype)
     stops(look()[1], "shapes", f"config.json has the dtype {dtype}: expected float16", code=UNSERVED)
@@ -322,15 +323,27 @@ def test_an_option_that_changes_nothing_for_the_ops_does_not_stop(look, options)
         (["-ac", '{"backend": "FLASHINFER"}'], {}),
         (["-ac.backend", "FLASHINFER"], {}),
         (["--block-size", "24"], {}),
+        (["--linear-backend", "FlashInfer-cutedsl"], {}),
+        (["--kernel-config", '{"linear_backend":"flashinfer_cutedsl"}'], {}),
         (["--decode-context-parallel-size", "2"], {}),
         ([], {"VLLM_BATCH_INVARIANT": "1"}),
     ],
 )
 def test_what_only_gpus_have_is_asked_of_gpus(options, environ):
-    needed = tuple(ops_for_model(QWEN3_NEXT, "bfloat16"))
+    needed = tuple(ops_for_model(QWEN3_NEXT, "float16"))
     for device, count in (("cuda", 1), ("cpu", options[:1] == ["--decode-context-parallel-size"])):
-        asked = honoured.Asked(Options(options), "bfloat16", device, False)
+        asked = honoured.Asked(Options(options), "float16", device, False)
         assert len(list(honoured.refused(asked, needed, environ))) == count
+
+
+@pytest.mark.xdist_group("vllm")
+def test_backends_that_vllm_has_for_linear_layers_are_refused_on_gpus():
+    utils = pytest.importorskip("vllm.model_executor.layers.utils", reason="vLLM is not installed")
+    config = pytest.importorskip("vllm.config.kernel")
+    own = getattr(utils, "_FLASHINFER_BF16_BACKENDS", {})  # none in 0.24
+    for backend in get_args(getattr(config, "LinearBackend", None)):
+        asked = honoured.Asked(Options(["--linear-backend", backend]), "float16", "cuda", False)
+        assert bool([*honoured.refused(asked, LINEAR, {})]) == (backend in own), backend
 
 
 def test_an_option_matters_only_to_ops_that_the_model_needs(look, edit):

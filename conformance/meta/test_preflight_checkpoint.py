@@ -195,6 +195,16 @@ SERVED = [  # of the whole configuration, of its text part, of the weights, opti
     ({"dtype": "float32"}, {}, "F16", ["--runner", "pooling"], "float16"),
     ({}, {}, "F32", ["--convert", "embed"], "float16"),
     ({"dtype": "float16"}, {}, "F16", ["--dtype", "float"], "float32"),
+    ({"dtype": "half"}, {}, "BF16", [], "float16"),
+    ({"torch_dtype": "float"}, {}, "F16", [], "bfloat16"),
+    ({"dtype": "float64"}, {}, "F16", [], "bfloat16"),
+    ({"dtype": "int8"}, {}, "F16", [], "bfloat16"),
+    ({"dtype": "float64"}, {}, "BF16", ["--runner", "pooling"], "float16"),
+    ({"dtype": "float16"}, {}, "F16", ["--hf-overrides", '{"dtype": "float16"}'], "bfloat16"),
+    ({}, {}, "F16", ["--hf-overrides.torch_dtype", "float16"], "bfloat16"),
+    ({}, {}, "F16", ["--hf-overrides.text_config.dtype", "float16"], "bfloat16"),
+    ({"dtype": "float16"}, {}, "F16", ["--hf-overrides.text_config.dtype", "bfloat16"], "float16"),
+    ({"dtype": "bfloat16"}, {}, "F16", ["--hf-overrides", '{"dtype": null}'], "float16"),
 ]
 
 
@@ -211,19 +221,22 @@ def served(request, tmp_path):
 
 def test_the_dtype_is_looked_for_where_vllm_does(served):
     folder, options, expected = served
-    assert served_dtype(find_model(str(folder)), options) == expected
+    assert served_dtype(find_model(str(folder), overrides=options.fields("--hf-overrides")), options) == expected
 
 
 @pytest.mark.xdist_group("vllm")
 def test_vllm_serves_in_that_dtype(served):
     pytest.importorskip("vllm")
-    from transformers import AutoConfig
-    from vllm.config.model import _get_and_verify_dtype
+    from vllm.config.model import ModelConfig, _get_and_verify_dtype
+    from vllm.transformers_utils.config import get_config
 
     folder, options, expected = served
     asked = options.get("--dtype") or "auto"
     pooling = bool({"--runner", "--convert"} & {*options.given})
-    config = AutoConfig.from_pretrained(folder)
+    overrides = options.fields("--hf-overrides")
+    parts = {name: overrides.pop(name) for name in [*overrides] if isinstance(overrides[name], dict)}
+    config = get_config(folder, trust_remote_code=False, hf_overrides_kw=overrides)
+    object.__new__(ModelConfig)._apply_dict_overrides(config, parts)
     assert str(_get_and_verify_dtype(str(folder), config, asked, is_pooling_model=pooling)) == f"torch.{expected}"
 
 

@@ -1,6 +1,7 @@
 """A stored failure runs again, on its own provider or another; a file that cannot be replayed is told why."""
 
 import json
+import time
 from dataclasses import asdict
 
 import pytest
@@ -101,6 +102,8 @@ def test_what_is_no_replay_file_is_said_so(kept, run, tmp_path):
         {"seed": "x"},
         {"values": {"y": "unheard"}},
         {"layouts": {"y": "unheard"}},
+        {"sizes": {"T": 10**30, "topk": 3, "N": 5}},
+        {"sizes": {"device": "cpu"}},
     ],
     ids=str,
 )
@@ -109,7 +112,29 @@ def test_a_problem_that_is_none_is_said_so(kept, run, change):
     refused(run(changed(kept(), problem=problem | change)), "is no replay file", "its problem is none")
 
 
-@pytest.mark.parametrize(("name", "value"), [("seed", "x"), ("provider", 3), ("provider_files", 7), ("device", None)])
+def test_a_problem_that_is_too_large_for_this_machine_is_none_the_less(kept, run):
+    file = kept(Problem("moe_sum", {"T": 10**15, "topk": 3, "N": 5}, "bf16"))
+    result = run(file)
+    assert (result.exit_code, result.stderr) == (1, "")
+    assert result.stdout.startswith("SKIP  moe_sum-") and "no_memory: RuntimeError: " in result.stdout
+
+
+def test_arguments_are_made_within_the_time_limit(kept, run, monkeypatch):
+    made = []
+
+    def slow(self, device):
+        made.append(device)
+        time.sleep(60)
+
+    file = kept(Problem("moe_sum", {"T": 2, "topk": 3, "N": 5}, "bf16"))
+    monkeypatch.setitem(workers.SECONDS, "quick", 0.5)
+    monkeypatch.setattr(Problem, "arguments", slow)
+    result = run(file)
+    assert (result.exit_code, made) == (1, ["cpu"])
+    assert "timeout: still running after 0.5 s" in result.stdout
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", "x"), ("provider", 3), ("provider_files", 7), ("provider_files", [{}]), ("device", None)])
 def test_a_field_of_another_type_is_named(kept, run, name, value):
     refused(run(changed(kept(), **{name: value})), "no replay file", f"its {name} is {value!r}")
 

@@ -52,6 +52,17 @@ def test_a_report_that_is_damaged_is_told_in_one_line(tmp_path):
     assert "damaged (KeyError: 'provider')" in done.output
 
 
+def test_a_name_that_is_none_is_told_in_one_line(tmp_path):
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    (failing,) = built(result(fail="tie", ratio=5.0))
+    failing["cases"][0]["case"] = 1.5
+    report.save(old, report.merged(built(result(size=2))))
+    report.save(new, report.merged([failing]))
+    done = CliRunner().invoke(main, ["report", "--compare", str(old), str(new)])
+    assert (done.exit_code, len(done.output.splitlines())) == (2, 1), done.output
+    assert "damaged (AttributeError: " in done.output
+
+
 def test_new_cases_and_reports_count_by_their_outcome():
     old = built(result(size=2))
     assert kinds(old, built(result(size=2), result())) == []

@@ -112,5 +112,10 @@ def test_a_container_has_what_its_limit_leaves_beside_files_that_were_read(
         (group / name).write_text(text)
     assert device.host_memory() == device.Memory(8 * 2**20, 4 * 2**20)
     assert lacks_memory("cpu", 5 * 2**20) == "needs 5.0 MiB, 4.0 MiB are free"
+    for unread in ("", "active_file 1\n", "active_file\n", "active_file x\ninactive_file 1\n"):
+        (group / "memory.stat").write_text(unread)
+        assert device.host_memory() == device.Memory(8 * 2**20, 2**20)
+    (group / "memory.stat").unlink()
+    assert device.host_memory() == device.Memory(8 * 2**20, 2**20)
     (group / limit).write_text("max\n" if not folder else "9223372036854771712\n")
     assert device.host_memory().total == machine.total > 2**28

@@ -145,7 +145,7 @@ def test_outside_the_domain_a_candidate_whose_guard_takes_the_call_serves_it(op,
     provider(op, "q", result=8.0)
     with using(Policy(mode)):
         assert op(X.double())[0].item() == 8.0
-    assert counts(op) == {"q": (1, 0, 0, 0)}  # to refuse it is nothing that counts
+    assert counts(op) == {"q": (1, 0, 0, 1)}  # to refuse it is nothing that counts, nor is to answer it a fallback
     assert not caplog.records
 
 
@@ -157,6 +157,10 @@ def test_raising_outside_the_domain_is_no_failure_of_the_provider(op, caplog):
     with using(Policy("strict")):
         assert op(X.double())[0].item() == 2.0
     assert counts(op) == {"reference": (1, 0, 0, 1)}
+    provider(op, "q", result=8.0)
+    with using(Policy("strict")):
+        assert op(X.double())[0].item() == 8.0
+    assert counts(op) == {"reference": (1, 0, 0, 1), "q": (1, 0, 0, 1)}
     assert not caplog.records
 
 

@@ -174,8 +174,8 @@ def test_a_rank_tells_who_serves_its_linear_layers_or_ends_as_they_are_made(seam
     def stock(self, layer, dtype):
         layer.weight = torch.zeros(8, 8, dtype=dtype)
 
-    def make(dtype):
-        seams.linear.create_weights(None, SimpleNamespace(), dtype)
+    def make(dtype, method=None):
+        seams.linear.create_weights(method, SimpleNamespace(), dtype)
 
     monkeypatch.setattr(seams.linear, "_create_weights", stock)
 
@@ -183,7 +183,12 @@ def test_a_rank_tells_who_serves_its_linear_layers_or_ends_as_they_are_made(seam
         make(torch.bfloat16)
         assert not caplog.records
         make(torch.float16)
+        make(torch.float16, SimpleNamespace(_gemm_impl=seams.linear.unquantized_gemm))
     assert [record.getMessage() for record in caplog.records] == ["rank 0: matmul_fp16 reference"]
+    other = SimpleNamespace(_gemm_impl=torch.nn.functional.linear)  # of --linear-backend flashinfer_cutedsl
+    with using(Policy("strict")), pytest.raises(HookError, match="a linear layer, not opshim: --linear-backend"):
+        make(torch.float16, other)
+    make(torch.bfloat16, other)
     monkeypatch.setattr(seams.linear, "current_platform", SimpleNamespace(device_type="meta"))  # without native code
     with using(Policy("strict")), pytest.raises(opshim.OpUnavailableError, match="matmul_fp16"):
         make(torch.float16)

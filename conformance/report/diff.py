@@ -44,9 +44,10 @@ def show(old: str | Path, new: str | Path) -> int:
     """Prints the differences and draws them as compare.html in NEW. 1 where something regressed, else 0."""
     with reports_of.whole(old, new):
         changes = compare(reports_of.read(Path(old)), reports_of.read(Path(new)))
-    print(text(changes))
+        told, drawn = text(changes), page(changes, str(old), str(new))
+    print(told)
     place = reports_of.pages(Path(new))
-    reports_of.save_text(place / "compare.html", page(changes, str(old), str(new)))
+    reports_of.save_text(place / "compare.html", drawn)
     print(place / "compare.html")
     return int(any(change.what in REGRESSIONS for change in changes))
 

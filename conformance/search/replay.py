@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import shim
 from conformance import SUITE, workers
 from conformance.case import Case
-from conformance.run import Result, Target
+from conformance.run import Result, Target, told
 from conformance.run import run as run_case
 from conformance.search.problem import Problem
 from shim.device import DEVICES
@@ -96,8 +98,9 @@ def read(path: Path) -> dict[str, Any]:
         raise ReplayError(f"{path} is no replay file of the conformance suite: no {', '.join(sorted(missing))} in it")
     kinds = {"op": str, "case": str, "provider": str, "device": str, "seed": int, "provider_files": list}
     for name, kind in kinds.items():
-        if not isinstance(document[name], kind):
-            raise ReplayError(f"{path} is no replay file of the conformance suite: its {name} is {document[name]!r}")
+        value = document[name]
+        if not isinstance(value, kind) or (kind is list and not all(isinstance(one, str) for one in value)):
+            raise ReplayError(f"{path} is no replay file of the conformance suite: its {name} is {value!r}")
     return document
 
 
@@ -106,17 +109,51 @@ def case_of(document: dict[str, Any], path: Path) -> Case:
     from conformance.cases import all_cases  # the searches are among them
 
     if document["problem"]:
-        try:
+        with _problem_in(path):
             problem = Problem(**document["problem"])
-            problem.arguments("cpu")
-            return problem.case()
-        except Exception as error:  # noqa: BLE001 - whatever comes of sizes, values or layouts that are none
-            why = f"its problem is none ({type(error).__name__}: {error})".partition("\n")[0]
-            raise ReplayError(f"{path} is no replay file of the conformance suite: {why}") from None
+            case = problem.case()
+            shim.get(case.op)
+            case.seed()
+
+        def make(generator, device, dtype, /, **sizes):  # only here, as it may take long
+            with _problem_in(path):
+                return problem.arguments(device)
+
+        return replace(case, make=make)
     for case in all_cases():
         if case.id == document["case"]:
             return case
     raise ReplayError(f"{path} names a case that this suite does not have: {document['case']}")
+
+
+@contextmanager
+def _problem_in(path: Path) -> Iterator[None]:
+    """ReplayError for whatever comes of sizes, values or layouts that are none; not where memory is all that lacks."""
+    try:
+        yield
+    except Exception as error:
+        if _lacks_memory(error):
+            raise
+        why = f"its problem is none ({type(error).__name__}: {error})".partition("\n")[0]
+        raise ReplayError(f"{path} is no replay file of the conformance suite: {why}") from None
+
+
+def _lacks_memory(error: Exception) -> bool:
+    return isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+def _verdict(case: Case, target: Target, seed: int) -> Result:
+    """Also where time or memory does not suffice."""
+    result = Result.of(case, target.provider, target.device, seed)
+    try:
+        with workers.time_limit(workers.SECONDS["quick"]):
+            return run_case(case, target, seed)
+    except workers.TimeLimit as error:
+        return result.failed("timeout", str(error))
+    except Exception as error:
+        if _lacks_memory(error):
+            return result.skipped("no_memory", told(error))
+        raise
 
 
 def replay(file: str, provider: str | None = None, provider_files: Sequence[str] = (), device: str | None = None) -> int:
@@ -135,15 +172,10 @@ def replay(file: str, provider: str | None = None, provider_files: Sequence[str]
         if device not in DEVICES:  # one, where a run may be on all
             raise shim.UnknownNameError("device", device, DEVICES)
         Selection.make([case.op], provider, files, device)
-        target = target_of(case.op, provider, device)
+        run.seed, run.provider_files = document["seed"], files
+        result = _verdict(case, target_of(case.op, provider, device), document["seed"])
     except shim.OpshimError as error:
         print(f"replay: {error}", file=sys.stderr)
         return USAGE
-    run.seed, run.provider_files = document["seed"], files
-    try:
-        with workers.time_limit(workers.SECONDS["quick"]):
-            result = run_case(case, target, document["seed"])
-    except workers.TimeLimit as error:
-        result = Result.of(case, provider, device, document["seed"]).failed("timeout", str(error))
     print(result)
     return PASS if result.status == "pass" else FAIL

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import torch
 
 from shim.vllm_plugin import checkpoint
 from shim.vllm_plugin.honoured import DTYPES
@@ -12,17 +14,29 @@ from shim.vllm_plugin.serve import Model
 
 
 def served_dtype(model: Model, options: Options) -> str:
-    """As asked, else of the whole configuration, of its parts, of the weights. A model in float32 is served in less, as
-    vLLM has it on CPUs and on GPUs from sm_80 on."""
+    """As asked, else of the whole configuration, of its parts, of the weights. A model in float32, or in one that vLLM
+    does not compute in, is served in another, as vLLM has it on CPUs and on GPUs from sm_80 on. So is one whose dtype
+    comes by --hf-overrides: that stays a text, which vLLM takes for none that it knows."""
     asked = options.get("--dtype") or "auto"
     if asked != "auto":
         return DTYPES.get(asked, asked)
-    parts = (model.config, *map(model.config.get, ("text_config", "vision_config", "encoder_config")))
-    given = (part.get(name) for part in parts if isinstance(part, Mapping) for name in ("dtype", "torch_dtype"))
-    own = next(filter(None, given), None) or _common(_stored(model, options.get("--revision")))
-    if own == "float32":
-        return "bfloat16" if options.generates else "float16"
-    return own
+    preferred = "bfloat16" if options.generates else "float16"
+    part, own = next(_given(model.config), (None, None))
+    if part in dict(_given(options.fields("--hf-overrides"))):
+        return preferred
+    own = str(own or _common(_stored(model, options.get("--revision"))))
+    dtype = getattr(torch, own, None)  # as transformers reads it: "half", "double"
+    if dtype in (torch.float16, torch.bfloat16):
+        return str(dtype).removeprefix("torch.")
+    return preferred if isinstance(dtype, torch.dtype) else own
+
+
+def _given(config: Mapping) -> Iterator[tuple[str, str]]:
+    """The dtypes that a configuration names, in vLLM's order, each with the part of it that does."""
+    for name in ("", "text_config", "vision_config", "encoder_config"):
+        part = config.get(name) if name else config
+        if isinstance(part, Mapping):
+            yield from ((name, part[key]) for key in ("dtype", "torch_dtype") if part.get(key))
 
 
 def _common(stored: set[str]) -> str:

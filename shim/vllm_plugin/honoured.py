@@ -1,6 +1,6 @@
 """vLLM's options that opshim cannot honour, each with its reason: the same that the hooks would give while the engine
-is built (`_refusal` in attention, experts, delta_rule; `refusal` in attention_cuda), said before it is started. A name
-such as "--kernel-config.moe_backend" is of a field, however its option was given (options.py)."""
+is built (`_refusal` in attention, experts, delta_rule, linear_cuda; `refusal` in attention_cuda), said before it is
+started. A name such as "--kernel-config.moe_backend" is of a field, however its option was given (options.py)."""
 
 from __future__ import annotations
 
@@ -112,6 +112,12 @@ RULES = (
         "it asks for vLLM's own experts",
         EXPERTS,
         lambda value, asked: value.lower() == "auto",
+    ),
+    Rule(  # 0.32: for layers that are not quantized the other backends are what "auto" is
+        ("--linear-backend", "--kernel-config.linear_backend"),
+        "it asks for FlashInfer's linear layers",
+        LINEAR,
+        lambda value, asked: asked.device == "cpu" or value.lower().replace("-", "_") != "flashinfer_cutedsl",
     ),
     Rule(
         ("--all2all-backend", "-a2a"),

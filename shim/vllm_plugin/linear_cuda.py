@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
 import shim
-from shim.vllm_plugin.hooking import require
+from shim.vllm_plugin.hooking import miss, require
 from shim.vllm_plugin.models import LINEAR
 from shim.vllm_plugin.versions import HookError
 
@@ -34,8 +34,18 @@ def unquantized_gemm(
 def create_weights(self, layer: torch.nn.Module, *args, **kwargs) -> None:
     """vLLM's; a rank that lacks the op ends as its layers are made, not in their first call."""
     _create_weights(self, layer, *args, **kwargs)
-    if layer.weight.dtype is torch.float16:
+    if layer.weight.dtype is not torch.float16:
+        return
+    if refusal := _refusal(self):
+        miss("a linear layer", refusal)
+    else:
         require(LINEAR, current_platform.device_type)
+
+
+def _refusal(method: UnquantizedLinearMethod) -> str | None:
+    """Why the layer's calls would not come here: since 0.32 each is given a function as it is made."""
+    given = getattr(method, "_gemm_impl", unquantized_gemm)
+    return None if given is unquantized_gemm else "--linear-backend asks for FlashInfer's"
 
 
 def install() -> None:

@@ -5,7 +5,7 @@ where those of other machines are put as well (nodes.py).
     opshim_fallbacks_total{op}                   calls inside the op's domain that another than the selected one answered
     opshim_failures_total{op,candidate}          calls that it raised on
     opshim_refusals_total{op,candidate}          calls inside the op's domain that its guard refused
-    opshim_outside_domain_total{op,candidate}    calls that the reference answered because they are outside of the domain
+    opshim_outside_domain_total{op,candidate}    calls outside the op's domain, answered in the selected one's place
     opshim_non_finite_total{op,candidate}        answers with NaN or infinity (counted where OPSHIM_WATCH_NON_FINITE=1)
     opshim_breaker_open{op,candidate}            processes in which it is left out after failures in a row
     opshim_selected{op,candidate}                processes whose chain selected it
@@ -25,7 +25,7 @@ COUNTERS = {
     "calls": "Calls that a candidate answered.",
     "failures": "Calls that a candidate raised on.",
     "refusals": "Calls inside the domain that a candidate's guard refused.",
-    "outside_domain": "Calls answered by the reference because they are outside of the op's domain.",
+    "outside_domain": "Calls outside the op's domain that a candidate answered in the place of the selected one.",
     "non_finite": "Answers with NaN or infinity, where they are watched.",
 }
 LABELS = ("op", "candidate")
@@ -47,7 +47,7 @@ class Collector:
             for row in rows:
                 family.add_metric(row[:2], getattr(row, name))
             yield family
-        fallbacks = CounterMetricFamily("opshim_fallbacks", "Calls that another than the selected answered.", labels=("op",))
+        fallbacks = CounterMetricFamily("opshim_fallbacks", "Calls inside the domain that another than the selected answered.", labels=("op",))
         for op in dict.fromkeys(row.op for row in rows):
             others = (row for row in rows if row.op == op and row[:2] not in selected)
             fallbacks.add_metric((op,), sum(row.calls - row.outside_domain for row in others))
