@@ -113,7 +113,7 @@ class Supervisor:
     def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
         """Starts a command that ends with its OPSHIM_LIFELINE (launch.py), and stays until it has ended or a signal
         ended it."""
-        with signals.heard(self._stopped):
+        with signals.heard(self._stopped, deaf=signals.here_only):
             lifeline, held = os.pipe()
             try:
                 child = subprocess.Popen(
