@@ -241,9 +241,9 @@ def test_keys_and_tokens_reach_the_child_and_are_not_told(serve):
 
 def test_a_variable_that_is_not_the_users_does_not_reach_the_child(serve):
     process, _ = serve("serves", variables={"OPSHIM_REQUEST_POLICY": "refuse_large_n"})
-    told = "".join(lines_until(process.stdout, "curl"))
-    assert "OPSHIM_REQUEST_POLICY is no variable of opshim; not read" in told and "OPSHIM_REQUEST_POLICY=" not in told
-    assert "rules: None" in lines_until(process.stderr, "arguments:")[-1]
+    told, log = "".join(lines_until(process.stdout, "curl")), lines_until(process.stderr, "arguments:")
+    assert "opshim: OPSHIM_REQUEST_POLICY is set by serve only; not read\n" in log and "OPSHIM_REQUEST_POLICY" not in told
+    assert "rules: None" in log[-1]
 
 
 def test_the_example_asks_for_the_name_that_is_served(serve):
