@@ -129,6 +129,17 @@ def pytest_configure_node(node):
         node.workerinput["opshim_gpu"] = workers.gpu_of(node.gateway.id, workers.visible_gpus())
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtestloop(session):
+    """Once it has ended, by a signal or not, none may come between the results and their report."""
+    try:
+        return (yield)
+    finally:
+        if WORDS in session.config.stash:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+
+
 def pytest_sessionstart(session):
     given = getattr(session.config, "workerinput", None)
     if given:

@@ -46,6 +46,8 @@ class Command(click.Command):
         from shim import variables
 
         variables.check()
+        for name in variables.drop_internal():
+            click.echo(f"opshim: {name} is set by serve only; not read", err=True)
         for name, meant in () if self.name == "serve" else variables.unknown():  # serve has a row for it
             click.echo(f"opshim: {name} is no variable of opshim{f', is {meant} meant?' if meant else ''}", err=True)
         return super().invoke(ctx)

@@ -87,7 +87,7 @@ def _run(command: Sequence[str]) -> tuple[int, str, bool]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     said: list[str] = []
     stopped, child = False, None
-    with signals.heard():
+    with signals.heard(deaf=signals.here_only):
         try:
             # In a session of its own: signals reach it from here only.
             child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)

@@ -311,6 +311,7 @@ def main(ops, tools, level, expression, jobs, seconds, out, resume) -> None:
     known = [piece for pieces, _ in found for piece in pieces]
     left = [part for _, part in found if part.cases]
     misreading = ["-m", "conformance.sanitize", "misread"]
+    click.get_current_context().with_resource(signals.heard(deaf=signals.here_only))  # what is watched hears `interrupt`
     control = watched("memcheck", out / "control.log", misreading, end - time.monotonic())
     if not (control.summed and control.found):
         raise click.ClickException(f"memcheck did not find a read beyond a tensor, put there:\n{control.said[-2000:]}")

@@ -23,18 +23,21 @@ def stop(number: signal.Signals) -> None:
 
 
 @contextmanager
-def heard(handler: Callable[[signal.Signals], None] = stop) -> Iterator[None]:
-    """Has `handler` called with each signal that comes during a `with` block. It may be inside another one."""
+def heard(
+    handler: Callable[[signal.Signals], None] = stop, deaf: Callable | signal.Handlers = signal.SIG_IGN
+) -> Iterator[None]:
+    """Has `handler` called with each signal that comes during a `with` block. It may be inside another one. What is
+    ignored stays so, by `deaf`: in the children that begin meanwhile, too, unless it is `here_only`."""
     before = {number: signal.getsignal(number) for number in STOPS}
     try:
         for number, one in before.items():
-            ignored = one in (signal.SIG_IGN, _deaf)
-            signal.signal(number, _deaf if ignored else lambda which, _: handler(signal.Signals(which)))
+            ignored = one in (signal.SIG_IGN, here_only)
+            signal.signal(number, deaf if ignored else lambda which, _: handler(signal.Signals(which)))
         yield
     finally:
         for number, one in before.items():
             signal.signal(number, one)
 
 
-def _deaf(number, frame) -> None:
-    """Ignores as SIG_IGN does, which a child would inherit."""
+def here_only(number, frame) -> None:
+    """Ignores as SIG_IGN does, which a child would inherit: one in a session of its own, which is to hear ours."""

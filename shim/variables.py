@@ -7,7 +7,7 @@ that has just loaded its weights, or in C++, where an unknown value would be tak
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from difflib import get_close_matches
 
 from shim.device import ISAS
@@ -47,6 +47,11 @@ def check(environ: Mapping[str, str] = os.environ) -> None:
     """UnknownNameError for the first that has a value which it does not take."""
     for name in VALUES:
         value(name, environ)
+
+
+def drop_internal(environ: MutableMapping[str, str] = os.environ) -> list[str]:
+    """Takes what only `serve` sets, for its child, out of the environment of a command; the names of what was there."""
+    return [name for name in INTERNAL if environ.pop(name, None) is not None]
 
 
 def unknown(environ: Mapping[str, str] = os.environ) -> Iterator[tuple[str, str]]:

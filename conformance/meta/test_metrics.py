@@ -4,6 +4,7 @@ import http.server
 import socket
 import threading
 import time
+import urllib.request
 
 import pytest
 import torch
@@ -74,7 +75,10 @@ def test_the_table_says_who_serves_and_what_went_wrong():
     assert status.table(rows).splitlines()[1].split() == ["a", "p", "serves", "3"]
 
 
-def test_a_url_without_opshim_is_said_so(capsys):
+@pytest.fixture
+def empty():
+    """The URL of a server without opshim's metrics."""
+
     class Empty(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
@@ -86,10 +90,23 @@ def test_a_url_without_opshim_is_said_so(capsys):
 
     server = http.server.HTTPServer(("127.0.0.1", 0), Empty)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    assert status.status(f"http://127.0.0.1:{server.server_port}/v1") == 2
+    yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
+
+
+def test_a_url_without_opshim_is_said_so(empty, capsys):
+    assert status.status(f"{empty}/v1") == 2
     assert "has no opshim_ metrics, which a server has that runner.py serve started\n" in capsys.readouterr().err
     assert status.status("http://127.0.0.1:9") == 2
+
+
+def test_this_machine_is_asked_past_a_proxy(empty, capsys, monkeypatch):
+    monkeypatch.setattr(urllib.request, "_opener", None)  # which knows the proxies of its time
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    assert status.status(empty) == 2
+    assert "has no opshim_ metrics" in capsys.readouterr().err
+    for host, here in (("localhost", True), ("[::1]", True), ("10.0.0.1", False), ("example.org", False)):
+        assert status.is_here(f"http://{host}:8000") is here
 
 
 def test_what_does_not_speak_http_has_no_status(capsys):

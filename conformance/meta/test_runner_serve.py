@@ -166,18 +166,49 @@ def test_a_signal_before_it_is_ready_is_no_success(serve, behaviour):
     assert "opshim: SIGINT: stopping vLLM, which has 5 s; another signal kills it" in out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_during_the_preflight_ends_what_was_asked_too(serve, tmp_path, number):
+@pytest.fixture
+def asking(serve, tmp_path):
+    """asking(**options of serve) -> (process, what it asks vLLM in a process of its own)."""
     (tmp_path / "stand_in" / "vllm" / "entrypoints" / "cli" / "serve.py").write_text(ASKED)
-    process, _ = serve("serves", variables={"ASKED": tmp_path / "asked", "OPSHIM_CACHE": tmp_path / "cache"})
-    lines_until(process.stdout, "  disk ")
-    deadline = time.monotonic() + 60
-    while not ((asked := tmp_path / "asked").exists() and asked.read_text()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+
+    def start(**options):
+        process, _ = serve("serves", variables={"ASKED": tmp_path / "asked", "OPSHIM_CACHE": tmp_path / "cache"}, **options)
+        lines_until(process.stdout, "  disk ")
+        deadline = time.monotonic() + 60
+        while not ((asked := tmp_path / "asked").exists() and asked.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return process, int(asked.read_text())
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_preflight_ends_what_was_asked_too(asking, number):
+    process, asked = asking()
     process.send_signal(number)
     _, log = process.communicate(timeout=60)
     assert (process.returncode, log) == (128 + number, f"opshim: stopped by {number.name}\n")
-    assert is_gone(int(asked.read_text()))
+    assert is_gone(asked)
+
+
+def test_what_is_asked_during_the_preflight_ignores_what_is_ignored_on_purpose(asking):
+    process, asked = asking(shell='trap "" INT HUP; exec setsid "$@"')  # a group of its own, as under nohup
+    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, signal.SIGHUP)
+    assert not is_gone(asked, seconds=1)
+    process.terminate()
+    _, log = process.communicate(timeout=60)
+    assert (process.returncode, log) == (128 + signal.SIGTERM, "opshim: stopped by SIGTERM\n")
+    assert is_gone(asked)
+
+
+def test_vllm_hears_the_signal_that_ends_it_where_that_is_ignored_here(serve):
+    process, _ = serve("serves", shell='trap "" TERM; exec "$@"')
+    lines_until(process.stdout, "curl")
+    began = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and time.monotonic() - began < 14  # SIGKILL comes after 15 s
 
 
 def test_signals_that_are_ignored_on_purpose_stop_nothing(serve):
@@ -210,9 +241,9 @@ def test_keys_and_tokens_reach_the_child_and_are_not_told(serve):
 
 def test_a_variable_that_is_not_the_users_does_not_reach_the_child(serve):
     process, _ = serve("serves", variables={"OPSHIM_REQUEST_POLICY": "refuse_large_n"})
-    told = "".join(lines_until(process.stdout, "curl"))
-    assert "OPSHIM_REQUEST_POLICY is no variable of opshim; not read" in told and "OPSHIM_REQUEST_POLICY=" not in told
-    assert "rules: None" in lines_until(process.stderr, "arguments:")[-1]
+    told, log = "".join(lines_until(process.stdout, "curl")), lines_until(process.stderr, "arguments:")
+    assert "opshim: OPSHIM_REQUEST_POLICY is set by serve only; not read\n" in log and "OPSHIM_REQUEST_POLICY" not in told
+    assert "rules: None" in log[-1]
 
 
 def test_the_example_asks_for_the_name_that_is_served(serve):

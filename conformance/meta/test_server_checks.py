@@ -2,13 +2,14 @@
 
 import json
 
+import httpx
 import pytest
 from click.testing import CliRunner
 
 import runner
 from conformance.meta.stand_in_server import StandIn
-from conformance.serving.checks import CHECKS, run
-from conformance.serving.client import Server
+from conformance.serving.checks import CHECKS, refusals, run
+from conformance.serving.client import Server, ServerError
 
 FAULTS = {
     "calls it stop": "finish_reason_at_1_token",
@@ -79,6 +80,25 @@ def test_the_request_that_breaks_the_server_is_named_and_no_other(fault, told):
         result = run(check, Server(url, timeout=0.5 if "never" in fault else 10.0))
     assert result.status == "fail"
     assert result.actual.startswith(told) and ";" not in result.actual, result
+
+
+def test_an_error_without_words_is_told_by_its_name(right, monkeypatch):
+    def lost(*_, **__):
+        raise httpx.ReadError("")
+
+    monkeypatch.setattr(refusals, "asked", lost)
+    result = run(next(check for check in CHECKS if check.name == "malformed_requests"), right)
+    assert "connection lost: ReadError" in result.actual
+    monkeypatch.setattr(httpx.Client, "get", lost)
+    with pytest.raises(ServerError, match=f"no server answers at {right.root}: ReadError"):
+        Server(right.root)
+
+
+@pytest.mark.parametrize("name", ["malformed_requests", "seeds", "many_requests_lose_none"])  # a client each
+def test_a_server_on_this_machine_is_asked_past_a_proxy(right, monkeypatch, name):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    result = run(next(check for check in CHECKS if check.name == name), Server(right.root))
+    assert result.status == "pass", result
 
 
 def test_every_check_has_a_fault_that_it_finds():

@@ -49,14 +49,20 @@ def test_an_empty_value_is_none():
 
 
 def test_a_name_that_nothing_reads_is_told_with_the_one_that_was_meant(look):
-    given = {"OPSHIM_POLCY": "auto", "OPSHIM_REQUEST_POLICY": "x", "OPSHIM_XYZ": "1", "OPSHIM_MOE": "staged"}
+    given = {"OPSHIM_POLCY": "auto", "OPSHIM_XYZ": "1", "OPSHIM_MOE": "staged"}
     _, told = look(environ=given)
     assert [f"{one.text}; {one.done}" for one in told["environment"]] == [
         "OPSHIM_POLCY is no variable of opshim; is OPSHIM_POLICY meant?",
-        "OPSHIM_REQUEST_POLICY is no variable of opshim; not read",  # but by vLLM, from `serve --request-policy`
         "OPSHIM_XYZ is no variable of opshim; not read",
         "OPSHIM_MOE=staged; ",
     ]
+
+
+def test_what_only_serve_sets_is_told_and_not_read(scratch, monkeypatch):
+    monkeypatch.setenv("OPSHIM_RUN_DIR", str(scratch / "run"))
+    result = CliRunner().invoke(runner.main, ["ops"])
+    assert result.exit_code == 0 and not (scratch / "run").exists()
+    assert result.stderr.splitlines()[0] == "opshim: OPSHIM_RUN_DIR is set by serve only; not read"
 
 
 def test_every_variable_that_is_read_is_known_and_in_the_readme():

@@ -221,6 +221,21 @@ def test_a_run_of_pytest_that_is_stopped_leaves_no_folder_of_last_words(tmp_path
     assert not [process for process in Path("/proc").glob("[0-9]*") if _names(process, tmp_path)]
 
 
+def test_a_run_of_pytest_that_is_stopped_at_its_very_end_reports_what_it_has(tmp_path):
+    given = ["--op=moe_sum", "-k", "T1 and f32", f"--report-dir={tmp_path}"]
+    command = [sys.executable, "-m", "pytest", "conformance/test_cases.py", "-n1", "-p", "no:cacheprovider", *given]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes)
+    said = ""
+    while "[100%]" not in said and (one := run.stdout.read(1)):
+        said += one
+    time.sleep(0.3)  # the workers are torn down now
+    run.terminate()
+    said += run.communicate(timeout=90)[0]
+    assert (tmp_path / "moe_sum.native.cpu.json").exists() and " conformance ==" in said, said
+    assert not list(tmp_path.glob("opshim-workers-*"))
+
+
 def test_a_note_on_a_lost_process_leaves_no_open_file(tmp_path):
     before = os.listdir("/proc/self/fd")
     workers.lose(tmp_path, "moe_sum", "timeout")

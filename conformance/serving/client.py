@@ -14,7 +14,7 @@ import httpx
 import openai
 
 from shim.errors import OpshimError
-from shim.vllm_plugin.status import root_of
+from shim.vllm_plugin.status import is_here, root_of
 
 TIMEOUT = 120.0  # seconds for one answer
 TOP = 5  # log-probabilities per token, where two answers are compared
@@ -107,8 +107,10 @@ class Server:
         self.root = root_of(url)
         self.key = os.environ.get("OPENAI_API_KEY") or "none"
         self.timeout = timeout
+        self.mounts = {self.root: None} if is_here(self.root) else {}  # past any proxy
         self.http = self._client()
-        self.openai = openai.OpenAI(base_url=f"{self.root}/v1", api_key=self.key, max_retries=0, timeout=timeout)
+        options = {"base_url": f"{self.root}/v1", "api_key": self.key, "max_retries": 0, "timeout": timeout}
+        self.openai = openai.OpenAI(**options, http_client=openai.DefaultHttpxClient(mounts=self.mounts))
         model = self._models()[0]
         self.model, self.context = model["id"], model.get("max_model_len")
         self.version = self._version()
@@ -118,13 +120,13 @@ class Server:
         return {"Authorization": f"Bearer {self.key}"}
 
     def _client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.root, headers=self.headers, timeout=self.timeout)
+        return httpx.Client(base_url=self.root, headers=self.headers, timeout=self.timeout, mounts=self.mounts)
 
     def _models(self) -> list[dict[str, Any]]:
         try:
             answer = self.http.get("/v1/models", timeout=10)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise ServerError(f"no server answers at {self.root}: {error or type(error).__name__}") from None
+            raise ServerError(f"no server answers at {self.root}: {str(error) or type(error).__name__}") from None
         if answer.status_code in (401, 403):
             raise ServerError(f"the server at {self.root} wants a key: set OPENAI_API_KEY")
         try:

@@ -24,7 +24,6 @@ from typing import TextIO
 
 from shim.errors import OpshimError
 from shim.health import Row, summary
-from shim.variables import INTERNAL
 from shim.vllm_plugin import capacity, checkpoint, launch, nodes, sizes
 from shim.vllm_plugin import request_policy as request_rules
 from shim.vllm_plugin.arguments import unfold
@@ -270,13 +269,12 @@ def vllm_command(
     command += arguments
     if request_rules.VARIABLE in own:
         command += ["--middleware", request_rules.PATH]
-    inherited = {name: value for name, value in os.environ.items() if name not in INTERNAL}
-    environment = variables | inherited | own
+    environment = variables | os.environ | own
     plugins = environment.get("VLLM_PLUGINS")
     if plugins is not None and "opshim" not in plugins.split(","):
         environment["VLLM_PLUGINS"] = f"{plugins},opshim"
     command += options.given
-    theirs = (name for name in inherited if name.startswith(("OPSHIM_", "VLLM_")) and name != "VLLM_API_KEY")
+    theirs = (name for name in os.environ if name.startswith(("OPSHIM_", "VLLM_")) and name != "VLLM_API_KEY")
     names = dict.fromkeys([*variables, *own, *theirs])  # an empty one is none
     line = [f"{name}={shlex.quote(environment[name])}" for name in names if environment[name]]
     say(" ".join([*line, shlex.join(without_secrets(command))]))

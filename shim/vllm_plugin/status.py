@@ -8,9 +8,11 @@ import sys
 import urllib.error
 import urllib.request
 from http.client import HTTPException
+from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from shim.errors import OpshimError
+from shim.vllm_plugin.supervise import HERE
 
 _LINE = re.compile(r'^opshim_(\w+?)(?:_total)?\{(.*)\} (\S+)$', re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -21,7 +23,7 @@ def status(url: str, as_json: bool = False) -> int:
     """Prints the table. 0; 1 where a breaker is open or an answer was not finite; 2 where nobody answers, or no opshim."""
     address = f"{root_of(url)}/metrics"
     try:
-        with urllib.request.urlopen(address, timeout=10) as answer:
+        with (HERE.open if is_here(url) else urllib.request.urlopen)(address, timeout=10) as answer:
             rows = read(answer.read().decode())
     except (OSError, ValueError, HTTPException) as error:
         why = repr(error) if isinstance(error, HTTPException) else getattr(error, "reason", error)
@@ -45,6 +47,15 @@ def root_of(url: str) -> str:
     if not named:
         raise OpshimError(f"'{url}' is no URL of a server, such as http://127.0.0.1:8000")
     return root
+
+
+def is_here(url: str) -> bool:
+    """Whether it is of this machine itself, to which no proxy leads."""
+    host = urlsplit(url).hostname
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def read(text: str) -> list[dict]:

@@ -34,7 +34,7 @@ _BARE = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR [\d-]+ [\d:]+ \[\S+\] )?(?P<
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:ERROR [\d-]+ [\d:]+ \[\S+\])?")  # of a process of vLLM
 _ENGINE = re.compile(r"\((?:EngineCore|Worker)\w* pid=")
 _LISTENS = "0A"  # in /proc/net/tcp
-_HERE = urllib.request.build_opener(  # asks this machine itself: past any proxy, whatever its certificate says
+HERE = urllib.request.build_opener(  # asks this machine itself: past any proxy, whatever its certificate says
     urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=ssl._create_unverified_context())
 )
 
@@ -80,7 +80,7 @@ class Server:
 
     def _answers(self) -> bool:
         try:
-            with _HERE.open(self.health, timeout=1) as answer:
+            with HERE.open(self.health, timeout=1) as answer:
                 return answer.status == 200
         except (OSError, HTTPException):  # the second: something else listens there, which does not speak HTTP
             return False
@@ -113,7 +113,7 @@ class Supervisor:
     def run(self, command: Sequence[str], environment: dict[str, str]) -> End:
         """Starts a command that ends with its OPSHIM_LIFELINE (launch.py), and stays until it has ended or a signal
         ended it."""
-        with signals.heard(self._stopped):
+        with signals.heard(self._stopped, deaf=signals.here_only):
             lifeline, held = os.pipe()
             try:
                 child = subprocess.Popen(

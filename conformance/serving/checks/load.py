@@ -122,8 +122,8 @@ def many_requests_lose_none(server: Server) -> str:
 async def _many(server: Server) -> tuple[list[tuple[str, str]], float]:
     started, slots = time.monotonic(), asyncio.Semaphore(AT_ONCE)
     limits = httpx.Limits(max_connections=AT_ONCE)
-    options = {"base_url": server.root, "headers": server.headers, "timeout": server.timeout, "limits": limits}
-    async with httpx.AsyncClient(**options) as client:
+    options = {"base_url": server.root, "headers": server.headers, "timeout": server.timeout, "mounts": server.mounts}
+    async with httpx.AsyncClient(**options, limits=limits) as client:
         ends = await asyncio.gather(*(_one(server, client, slots, number) for number in range(MANY)))
     return ends, time.monotonic() - started
 

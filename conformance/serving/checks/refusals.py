@@ -84,7 +84,7 @@ def malformed_requests(server: Server) -> str:
             bad.append(f"{name}: no answer within {server.timeout:g} s")
             break  # each of the others may take as long
         except httpx.TransportError as error:
-            bad.append(f"{name}: connection lost: {error or type(error).__name__}")
+            bad.append(f"{name}: connection lost: {str(error) or type(error).__name__}")
             continue
         message = message_of(answer)
         if not (400 <= answer.status_code < 500 and message):
