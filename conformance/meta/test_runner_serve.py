@@ -35,7 +35,8 @@ print("variables:", sorted((name, value) for name, value in own.items() if value
 
 def main():
     behaviour = os.environ["BEHAVIOUR"]
-    helper = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(300)"])
+    lingering = "import os, signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(int(os.environ['LINGERS']))"
+    helper = subprocess.Popen([sys.executable, "-c", lingering])
     print("helper", helper.pid, flush=True)
     if behaviour == "dies":
         print("WARNING this may end in OSError: too many files\\nValueError: no room for the cache\\nRuntimeError: see above", flush=True)
@@ -74,7 +75,8 @@ time.sleep(300)
 
 @pytest.fixture
 def serve(tmp_path):
-    """serve(behaviour, *arguments) -> (process, port): runner.py serve with the stand-in; ended after the test."""
+    """serve(behaviour, *arguments) -> (process, port): runner.py serve with the stand-in; ended after the test. What the
+    stand-in leaves behind it `lingers` so many seconds, of which serve waits 5."""
     package = tmp_path / "stand_in" / "vllm"
     for folder in (package, package / "entrypoints", package / "entrypoints" / "cli"):
         folder.mkdir(parents=True)
@@ -86,13 +88,14 @@ def serve(tmp_path):
     (model / "model.safetensors").write_bytes(b"\2" + bytes(7) + b"{}")  # no tensors
     started = []
 
-    def start(behaviour, *arguments, variables=(), shell='exec "$@"'):
+    def start(behaviour, *arguments, variables=(), shell='exec "$@"', lingers=300):
         port = free_port()
         command = [sys.executable, ROOT / "runner.py", "serve", model, "--policy", "reference", "--port", str(port)]
         paths = [str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour} | dict(variables)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "BEHAVIOUR": behaviour, "LINGERS": str(lingers)}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen(["sh", "-c", shell, "sh", *command, *arguments], env=environment, **pipes)
+        started_by = ["sh", "-c", shell, "sh", *command, *arguments]
+        process = subprocess.Popen(started_by, env=environment | dict(variables), **pipes)
         started.append(process)
         return process, port
 
@@ -155,12 +158,12 @@ def test_a_signal_ends_everything_cleanly(serve, number):
 
 @pytest.mark.parametrize("behaviour", ["starts", "starts deaf"])
 def test_a_signal_before_it_is_ready_is_no_success(serve, behaviour):
-    process, _ = serve(behaviour)
+    process, _ = serve(behaviour, lingers=0)
     helper = helper_of(process)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    assert time.monotonic() - began < 14  # what vLLM has once it is ready, 15 s, and the helper's 5
+    assert time.monotonic() - began < 14  # what vLLM has once it is ready is 15 s
     assert process.returncode == 128 + signal.SIGINT and is_gone(helper)
     assert out.splitlines()[-1] == "opshim: stopped by SIGINT before it was ready"
     assert "opshim: SIGINT: stopping vLLM, which has 5 s; another signal kills it" in out
@@ -203,7 +206,7 @@ def test_what_is_asked_during_the_preflight_ignores_what_is_ignored_on_purpose(a
 
 
 def test_vllm_hears_the_signal_that_ends_it_where_that_is_ignored_here(serve):
-    process, _ = serve("serves", shell='trap "" TERM; exec "$@"')
+    process, _ = serve("serves", shell='trap "" TERM; exec "$@"', lingers=0)
     lines_until(process.stdout, "curl")
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -212,7 +215,7 @@ def test_vllm_hears_the_signal_that_ends_it_where_that_is_ignored_here(serve):
 
 
 def test_signals_that_are_ignored_on_purpose_stop_nothing(serve):
-    process, port = serve("serves", shell='trap "" INT HUP; exec "$@"')
+    process, port = serve("serves", shell='trap "" INT HUP; exec "$@"', lingers=0)
     for last in ("preflight", "curl"):
         lines_until(process.stdout, last)
         process.send_signal(signal.SIGINT)
@@ -252,7 +255,7 @@ def test_the_example_asks_for_the_name_that_is_served(serve):
 
 
 def test_a_server_that_completes_nothing_has_no_such_example(serve):
-    process, _ = serve("serves", "--runner", "pooling")
+    process, _ = serve("serves", "--runner", "pooling", lingers=0)
     assert lines_until(process.stdout, "ready on")[-1].endswith("Ctrl-C stops it\n")
     process.terminate()
     assert "curl" not in process.communicate(timeout=60)[0]
@@ -270,7 +273,7 @@ def test_the_line_that_is_told_starts_the_same_by_hand(serve, tmp_path):
     file.write_text("import shim\n\n\n@shim.implementation('moe_sum', provider='mine')\ndef sums(y, topk_ids=None):\n    pass\n")
     given = ["--provider-file", file, "--provider", "moe_sum=mine", "--request-policy", "refuse_large_n"]
     variables = {"OPSHIM_MOE": "staged", "VLLM_CPU_OMP_THREADS_BIND": "0|1", "VLLM_API_KEY": "secret"}
-    process, _ = serve("serves", *given, "--hf-overrides", '{"a": 1}', variables=variables)
+    process, _ = serve("serves", *given, "--hf-overrides", '{"a": 1}', variables=variables, lingers=0)
     line = lines_until(process.stdout, "curl")[-3].removeprefix("opshim: ")
     assert "secret" not in line
     told, own = (lines_until(process.stderr, word)[-1] for word in ("arguments:", "variables:"))
@@ -278,7 +281,7 @@ def test_the_line_that_is_told_starts_the_same_by_hand(serve, tmp_path):
     process.communicate(timeout=60)
 
     paths = os.pathsep.join([str(tmp_path / "stand_in"), str(ROOT)])
-    environment = {"PATH": os.environ["PATH"], "BEHAVIOUR": "serves", "PYTHONPATH": paths}
+    environment = {"PATH": os.environ["PATH"], "BEHAVIOUR": "serves", "LINGERS": "0", "PYTHONPATH": paths}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     by_hand = subprocess.Popen(["bash", "-c", f"exec env {line}"], env=environment, start_new_session=True, **pipes)
     try:
@@ -310,7 +313,7 @@ def test_a_child_that_ignores_the_signal_is_ended_by_a_second_one(serve):
     ],
 )
 def test_a_child_that_ends_by_itself_is_a_failure_with_its_cause(serve, behaviour, told):
-    process, _ = serve(behaviour)
+    process, _ = serve(behaviour, lingers=300 if behaviour == "crashes" else 0)
     helper = helper_of(process)
     _, log = process.communicate(timeout=60)
     assert process.returncode == 1
