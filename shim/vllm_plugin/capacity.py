@@ -24,7 +24,7 @@ from shim.vllm_plugin.sizes import Sizes
 GIB = 2**30
 CPU_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 DEFAULT_SPACE = "1"  # GiB that `serve` sets it to
-UTILIZATION = "0.9"  # what vLLM 0.24 takes of a GPU's memory if not told; later versions take more
+UTILIZATION = "0.9"  # of a GPU's memory, where vLLM's source does not tell what it takes if not told
 GPU_OVERHEAD = 2 * GIB  # what activations, graphs and libraries take beside the weights, roughly
 SIZES = {"float16": 2, "half": 2, "bfloat16": 2, "float32": 4, "float": 4}
 FULL_SIZE = (None, "", "auto")
